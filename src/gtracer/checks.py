@@ -1,0 +1,78 @@
+"""Checks of arguments: every refusal is a ValueError that names the argument and its value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Refuse what is not a finite real number between `low` and `high` (inclusive, unless `open_low`)."""
+    bracket = "(" if open_low else "["
+    wanted = f"a finite number in {bracket}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
+    if not math.isfinite(value) or not low <= float(value) <= high or (open_low and value == low):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+
+
+def count(name: str, value: Any) -> None:
+    """Refuse what is not a whole number of at least one."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse what is not a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse what is not one of the named choices."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def kind(name: str, value: Any, wanted: type | tuple[type, ...], hint: str = "") -> None:
+    """Refuse what is not an instance of the wanted type."""
+    if not isinstance(value, wanted):
+        names = wanted.__name__ if isinstance(wanted, type) else " or ".join(w.__name__ for w in wanted)
+        raise ValueError(f"{name} must be a {names}{hint}, got {value!r} ({type(value).__name__})")
+
+
+def learning_rate(value: Any) -> None:
+    """Refuse a learning rate that is no number; a tensor is left to torch, which knows where it allows one."""
+    if not isinstance(value, Tensor):
+        number("lr", value, low=0)
+
+
+def betas(value: Any) -> None:
+    """Refuse what is not Adam's pair of decay rates."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(f"betas must be a pair of numbers in [0, 1), got {value!r}")
+    for index, beta in enumerate(value):
+        number(f"betas[{index}]", beta, low=0)
+        if beta >= 1:
+            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+
+
+def parameters(value: Any) -> Any:
+    """Refuse what no optimiser can take; return the parameters (or groups) as a list.
+
+    torch says the same with a TypeError; one kind of error for every bad argument is easier to catch.
+    """
+    if isinstance(value, Tensor) or not isinstance(value, Iterable):
+        raise ValueError(f"params must be an iterable of tensors or of groups, got {type(value).__name__}")
+    listed = list(value)
+    if not listed:
+        raise ValueError("params is empty: there is nothing to optimise (a generator can be read only once)")
+    for item in listed:
+        if not isinstance(item, Tensor | dict | tuple):
+            raise ValueError(f"params must hold tensors, (name, tensor) pairs or groups, got {item!r}")
+    return listed

@@ -1,0 +1,61 @@
+"""Diagonal curvature: the estimate F at the weights, its average f, and the trace ratio of the two.
+
+Pure arithmetic on lists of tensors. δ is `delta`, β is `beta`, F and f keep the paper's letters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gtracer import tensors
+from gtracer.tensors import Tensors
+
+FIRST_GRADIENT = "first-gradient"
+
+
+def gradient_magnitude(g: Tensors) -> Tensors:
+    """F = (∇L)², the paper's gradient-magnitude approximation of the Fisher diagonal."""
+    return torch._foreach_mul(g, g)
+
+
+def initial_average(g: Tensors, f0: str | float) -> Tensors:
+    """f₀ of Algorithm 1, which the paper leaves open: the first squared gradient, or a constant."""
+    if isinstance(f0, str):
+        return gradient_magnitude(g)
+    return [torch.full_like(x, f0) for x in g]
+
+
+def update_average_(f: Tensors, F: Tensors, beta: float) -> None:
+    """f ← (1 − β) f + β F, in place (Algorithm 1, last line).
+
+    >>> f = [torch.tensor([1.0])]
+    >>> update_average_(f, [torch.tensor([3.0])], beta=0.5)
+    >>> f
+    [tensor([2.])]
+    """
+    torch._foreach_lerp_(f, F, beta)
+
+
+def inverse(f: Tensors, delta: float) -> Tensors:
+    """1/(f + δ), coordinate by coordinate.
+
+    With δ = 0 a coordinate that never had a gradient gets 0, as in a pseudo-inverse.
+
+    >>> inverse([torch.tensor([0.0, 4.0])], delta=0.0)
+    [tensor([0.0000, 0.2500])]
+    """
+    result = torch._foreach_add(f, delta)
+    torch._foreach_reciprocal_(result)
+    if delta == 0:
+        return [torch.where(x == 0, torch.zeros_like(r), r) for x, r in zip(f, result, strict=True)]
+    return result
+
+
+def trace_ratio(F: Tensors, f: Tensors, delta: float) -> Tensor:
+    """T = Σ_j F_j / (f_j + δ), with the graph of F; f is a constant.
+
+    >>> trace_ratio([torch.tensor([1.0, 6.0])], [torch.tensor([1.0, 2.0])], delta=1.0)
+    tensor(2.5000)
+    """
+    return tensors.dot(F, inverse(f, delta))

@@ -1,0 +1,173 @@
+"""Adam-TRACER: one second-moment buffer, fed by the loss, is both f and the preconditioner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from gtracer import checks
+from gtracer.optim.tracer import Options, Params, TracerOptimizer
+from gtracer.optim.trial import Slice, Trial
+from gtracer.penalty import DELTA, RHO
+from gtracer.tensors import Tensors
+
+
+def adam_update_(
+    params: Tensors,
+    total: Tensors,  # ∇[L + ρT], feeds the first moment
+    loss: Tensors,  # ∇L, feeds the second
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    steps: Sequence[float],  # counting this one
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Adam's update with a gradient for each moment, in place. With both the same it is torch's Adam."""
+    torch._foreach_lerp_(exp_avg, total, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sq, beta2)
+    torch._foreach_addcmul_(exp_avg_sq, loss, loss, 1 - beta2)
+    denominator = torch._foreach_sqrt(exp_avg_sq)
+    torch._foreach_div_(denominator, [(1 - beta2**t) ** 0.5 for t in steps])
+    torch._foreach_add_(denominator, eps)
+    torch._foreach_addcdiv_(params, exp_avg, denominator, [-lr / (1 - beta1**t) for t in steps])
+
+
+class AdamTracer(TracerOptimizer):
+    """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
+
+    Args:
+        params: Parameters or groups, as for `torch.optim.Adam`.
+        lr, betas, eps, weight_decay, maximize, foreach: As for `torch.optim.Adam`; weight decay is coupled.
+        rho: ρ, strength of the penalty. May be set per group, as δ and f₀ may.
+        delta: δ, damping of the ratio.
+        amsgrad: Refused: its running maximum would part the preconditioner from f.
+        **options: See `Options`.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        rho: float = RHO,
+        delta: float = DELTA,
+        **options: Unpack[Options],
+    ) -> None:
+        checks.learning_rate(lr)
+        checks.betas(betas)
+        checks.number("eps", eps, low=0)
+        checks.number("weight_decay", weight_decay, low=0)
+        checks.flag("maximize", maximize)
+        checks.kind("foreach", foreach, (bool, type(None)))
+        if amsgrad is not False:
+            raise ValueError(
+                f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
+                "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
+            )
+        # The base keeps groups and state in torch's own layout; its arithmetic is `adam_update_`.
+        base = torch.optim.Adam(
+            checks.parameters(params),
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            foreach=foreach,
+        )
+        super().__init__(base, {"rho": rho, "delta": delta}, **options)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if "beta" in group:
+            raise ValueError(
+                f"beta = {group['beta']!r} has no place here: f is Adam's second moment, set betas instead"
+            )
+        checks.betas(group["betas"])
+
+    def _trained(self, p: Tensor) -> bool:
+        return bool(self.state.get(p))
+
+    def _stored(self, group: dict[str, Any], params: Tensors) -> Tensors:
+        """f from Adam's buffer, which starts at zero.
+
+        With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number
+        f₀ is what an average started there would still hold.
+        """
+        f0, beta2 = group["f0"], group["betas"][1]
+        averages = [self.state[p]["exp_avg_sq"] for p in params]
+        start = [beta2 ** float(self.state[p]["step"]) for p in params]
+        if isinstance(f0, str):
+            return torch._foreach_div(averages, [1 - weight for weight in start])
+        return torch._foreach_add(averages, [f0 * weight for weight in start])
+
+    def _apply(self, trial: Trial) -> None:
+        for part in trial.slices:
+            self._apply_to(part)
+
+    def _apply_to(self, part: Slice) -> None:
+        group, params = part.group, part.params
+        for p in params:
+            if not self._trained(p):
+                self.state[p].update(
+                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
+                )
+            self.state[p]["step"] += 1
+        total: Tensors = [p.grad for p in params if p.grad is not None]
+        loss = part.gradients
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        if group["maximize"]:
+            total, loss = torch._foreach_neg(total), torch._foreach_neg(loss)
+        if decay and self._decoupled:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            # Deviation: coupled decay is the gradient of a ridge in the loss, and Adam's buffer holds it too.
+            total = torch._foreach_add(total, params, alpha=decay)
+            loss = torch._foreach_add(loss, params, alpha=decay)
+        adam_update_(
+            params,
+            total,
+            loss,
+            [self.state[p]["exp_avg"] for p in params],
+            [self.state[p]["exp_avg_sq"] for p in params],
+            [float(self.state[p]["step"]) for p in params],
+            lr=lr,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+        )
+
+
+class AdamWTracer(AdamTracer):
+    """Adam-TRACER with AdamW's decoupled weight decay (default 0.01, as in torch).
+
+    Args: as for `AdamTracer`.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

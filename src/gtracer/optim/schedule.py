@@ -1,0 +1,68 @@
+"""Schedules of ρ: it lives in the parameter groups, as the learning rate does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from gtracer import checks
+
+
+class HasGroups(Protocol):
+    """An optimiser, or a `TracerPenalty`."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def linear_warmup(steps: int) -> Callable[[int], float]:
+    """A factor that rises from 1/steps to 1 over so many steps and stays there.
+
+    >>> [linear_warmup(4)(step) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    """
+    checks.count("steps", steps)
+    return lambda step: min(1.0, (step + 1) / steps)
+
+
+class RhoScheduler:
+    """Sets each group's `rho` to its initial value times `factor(step)`, as torch's LambdaLR does for `lr`.
+
+    Args:
+        optimizer: Whatever has `param_groups` with `rho`: an optimiser of this package, or a `TracerPenalty`.
+        factor: From the number of `step()` calls so far to the factor. For warm-up, `linear_warmup(steps)`.
+    """
+
+    def __init__(self, optimizer: HasGroups, factor: Callable[[int], float]) -> None:
+        if not all("rho" in group for group in getattr(optimizer, "param_groups", [{}])):
+            raise ValueError(f"optimizer must have rho in its param_groups, got {type(optimizer).__name__}")
+        if not callable(factor):
+            raise ValueError(f"factor must be a function of the step, got {factor!r}")
+        self.optimizer = optimizer
+        self.factor = factor
+        self.last_step = 0
+        for group in optimizer.param_groups:
+            group.setdefault("initial_rho", group["rho"])
+        self._set()
+
+    def step(self) -> None:
+        """Go one step on: call it after the optimiser's step, beside the learning-rate scheduler's."""
+        self.last_step += 1
+        self._set()
+
+    def get_last_rho(self) -> list[float]:
+        """ρ of each group, as now in force."""
+        return [group["rho"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_step": self.last_step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.last_step = state_dict["last_step"]
+        self._set()
+
+    def _set(self) -> None:
+        factor = self.factor(self.last_step)
+        checks.number("factor(step)", factor, low=0)
+        for group in self.optimizer.param_groups:
+            # A group added later starts from the ρ it came with.
+            group["rho"] = group.setdefault("initial_rho", group["rho"]) * factor

@@ -1,0 +1,95 @@
+"""What a step did, kept on the device until somebody reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gtracer import tensors
+from gtracer.tensors import Tensors
+
+
+class Stats:
+    """Numbers of the last step. The first read waits for the device; a step itself does not.
+
+    Attributes:
+        loss: L at the old weights (NaN where the step saw no closure).
+        trace_ratio: T (NaN for SAM).
+        gradient_norm: ‖∇L‖.
+        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, of the change it makes to the gradient. 0 in a step without penalty.
+        cosine: cos(∇L, ∇T) (NaN in a step without penalty).
+        damped_share: Share of the coordinates where δ > f, from the f that the optimiser holds when it is first
+            read (NaN for SAM).
+    """
+
+    def __init__(self, loss: Tensor | None, trace_ratio: Tensor | None, g: Tensors, penalty: Tensors | None) -> None:
+        size = tensors.norm(g)
+        missing = torch.full_like(size, math.nan)
+        change, inner = torch.zeros_like(size), missing
+        if penalty is not None:
+            change, inner = tensors.norm(penalty), tensors.dot(g, penalty)
+        known = [missing if x is None else x.detach().reshape(()).to(size) for x in (loss, trace_ratio)]
+        self._values = torch.stack([*known, size, change, inner])
+        self._loss_told = loss is not None
+        self._read: list[float] | None = None
+        self._damped_share: float | None = None
+        self.count_damped: Callable[[], Tensor] | None = None
+
+    def _value(self, index: int) -> float:
+        if self._read is None:
+            self._read = self._values.tolist()
+        return self._read[index]
+
+    @property
+    def loss(self) -> float:
+        return self._value(0)
+
+    @property
+    def trace_ratio(self) -> float:
+        return self._value(1)
+
+    @property
+    def gradient_norm(self) -> float:
+        return self._value(2)
+
+    @property
+    def penalty_norm(self) -> float:
+        return self._value(3)
+
+    @property
+    def penalty_ratio(self) -> float:
+        return _ratio(self.penalty_norm, self.gradient_norm) if self.penalty_norm else 0.0
+
+    @property
+    def cosine(self) -> float:
+        return _ratio(self._value(4), self.gradient_norm * self.penalty_norm)
+
+    @property
+    def damped_share(self) -> float:
+        if self._damped_share is None:
+            self._damped_share = math.nan if self.count_damped is None else self.count_damped().item()
+        return self._damped_share
+
+    def nonfinite(self) -> str:
+        """What is NaN or infinite, in words; empty where all is well. A loss that nobody told is not checked."""
+        values = {
+            "the loss": self.loss if self._loss_told else 0.0,
+            "the norm of the gradient": self.gradient_norm,
+            "the norm of the penalty's gradient": self.penalty_norm,
+        }
+        return ", ".join(f"{name} is {value:g}" for name, value in values.items() if not math.isfinite(value))
+
+    def as_dict(self) -> dict[str, float]:
+        """All of it, for a logger."""
+        names = ("loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share")
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        return "Stats(" + ", ".join(f"{name}={value:.4g}" for name, value in self.as_dict().items()) + ")"
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan

@@ -1,0 +1,75 @@
+"""One step under way: which gradients are there, and which are still wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtracer.optim.stats import Stats
+from gtracer.penalty import Passes
+from gtracer.tensors import Tensors
+
+
+@dataclass
+class Slice:
+    """Those parameters of a group that have a gradient, and their gradients of the loss."""
+
+    group: dict[str, Any]
+    params: Tensors
+    gradients: Tensors
+
+    @property
+    def signed_rho(self) -> float:
+        """ρ; negative where torch's `maximize` will flip the sign of the total."""
+        rho: float = self.group["rho"]
+        return -rho if self.group.get("maximize") else rho
+
+
+@dataclass
+class Plan:
+    """What a subclass wants of a step: further passes (or none), and T for the record."""
+
+    passes: Passes | None
+    trace_ratio: Tensor | None = None
+
+
+class Trial:
+    """A step under way: the passes made so far and where the next one is wanted."""
+
+    def __init__(self, slices: list[Slice], plan: Plan, loss: Any) -> None:
+        # The engine may need the gradients' graph, nobody after it does.
+        for part in slices:
+            part.gradients = [g.detach() for g in part.gradients]
+        self.slices = slices
+        self.params = [p for part in slices for p in part.params]
+        self.gradients = [g for part in slices for g in part.gradients]
+        # A closure that calls backward() itself may return what it likes.
+        self.loss = torch.as_tensor(loss) if isinstance(loss, Tensor | float) else None
+        self.trace_ratio = plan.trace_ratio
+        self.displacement: Tensors | None = None
+        self.penalty: Tensors | None = None
+        self.stats: Stats | None = None
+        self._passes = plan.passes
+        if self._passes is not None:
+            self.proceed(None)
+
+    def proceed(self, gradients: Tensors | None) -> None:
+        """Hand over the gradients of the pass that was wanted (at first none was)."""
+        assert self._passes is not None
+        try:
+            self.displacement = self._passes.send(gradients)  # type: ignore[arg-type]
+        except StopIteration as finished:
+            self.displacement, self.penalty, self._passes = None, finished.value, None
+
+    def conclude(self) -> None:
+        """Add the penalty to the gradients and put the sum where the base optimiser looks for it."""
+        self.stats = Stats(self.loss, self.trace_ratio, self.gradients, self.penalty)
+        total: Tensors = self.gradients
+        if self.penalty is not None:
+            total, self.penalty = self.penalty, None
+            torch._foreach_add_(total, self.gradients)
+        for p, gradient in zip(self.params, total, strict=True):
+            p.grad = gradient

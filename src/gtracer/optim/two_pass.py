@@ -1,0 +1,342 @@
+"""The scheme that TRACER and SAM share: a gradient, further gradients at displaced weights, one update.
+
+A subclass says which displaced passes it wants and what they add to the gradient (`_plan`), and what
+it learns from the gradient of the loss (`_learn`). Everything that can go wrong between the passes
+is handled here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gtracer import checks
+from gtracer.optim.stats import Stats
+from gtracer.optim.trial import Plan, Slice, Trial
+from gtracer.penalty import NONFINITE, check_loss
+from gtracer.scopes import Buffers, RandomState, displaced, frozen_statistics, replayed_random
+from gtracer.tensors import Tensors
+
+STEP = "gtracer_step"  # in the groups, so that state_dict has it
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was NaN or infinite; nothing was updated."""
+
+
+class TwoPassOptimizer(torch.optim.Optimizer):
+    """A torch optimiser that is fed gradients corrected by gradients at displaced weights.
+
+    It shares `param_groups` and `state` with the optimiser it wraps, so learning-rate schedulers,
+    `state_dict` and checkpoints see one optimiser.
+
+    Args:
+        base: The optimiser that makes the update.
+        defaults: What this scheme adds to every parameter group.
+        interval: Make the displaced pass only every so many steps.
+        model: Where batch-norm statistics and other buffers live. With it, a displaced pass leaves them alone.
+        nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`; `"skip"` the step; `"ignore"`,
+            which does not look and so never waits for the device.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        defaults: dict[str, Any],
+        *,
+        interval: int = 1,
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        checks.kind("base_optimizer", base, torch.optim.Optimizer, ", such as torch.optim.SGD(model.parameters())")
+        if isinstance(base, TwoPassOptimizer | torch.optim.LBFGS):
+            raise ValueError(
+                f"base_optimizer must make one update from one gradient, got {type(base).__name__}: wrap the plain "
+                "optimiser instead (for LBFGS, add a TracerPenalty to the loss)"
+            )
+        checks.count("interval", interval)
+        checks.kind("model", model, (nn.Module, type(None)))
+        checks.choice("nonfinite", nonfinite, NONFINITE)
+        self.base = base
+        self.interval = interval
+        self.model = model
+        self.nonfinite = nonfinite
+        super().__init__(base.param_groups, {**base.defaults, **defaults, STEP: 0})
+        self.param_groups, self.state = base.param_groups, base.state
+        self._forget()
+
+    def _forget(self) -> None:
+        self.stats: Stats | None = None
+        self._trial: Trial | None = None
+        self._busy = False
+        self._random = RandomState(self._devices())
+
+    # What a subclass provides.
+
+    def _plan(self, slices: list[Slice], due: bool) -> Plan:
+        """The displaced passes of this step; their result is what is added to the gradient."""
+        raise NotImplementedError
+
+    def _learn(self, slices: list[Slice]) -> None:
+        """Take up the gradient of the loss after the update."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a group with a value out of range."""
+        checks.number("rho", group["rho"], low=0)
+
+    def _check_parameter(self, label: str, p: Tensor) -> None:
+        """Refuse a parameter that the scheme cannot handle."""
+        if p.is_complex():
+            raise ValueError(f"{label} is complex ({p.dtype}): squared gradients and sharpness are defined for reals")
+        if p.is_floating_point() and torch.finfo(p.dtype).bits < 32:
+            raise ValueError(
+                f"{label} is {p.dtype}, whose rounding swallows the displacement of the second pass: keep the weights "
+                "in float32 and let torch.autocast compute in low precision"
+            )
+
+    # The optimiser's own surface.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, at the start or in mid-training; what it leaves out takes the defaults."""
+        checks.kind("param_group", param_group, dict)
+        new = all(param_group is not group for group in self.base.param_groups)
+        if new:
+            self.base.add_param_group(param_group)
+        try:
+            for name, value in self.defaults.items():
+                param_group.setdefault(name, value)
+            self._check_group(param_group)
+            for label, p in _labelled(param_group):
+                self._check_parameter(label, p)
+        except ValueError:
+            if new:
+                self.base.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
+        super().zero_grad(set_to_none)
+        if not self._busy:
+            self._trial = None
+            self._random = RandomState(self._devices())
+
+    @property
+    def second_pass_due(self) -> bool:
+        """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
+        return any(group["rho"] > 0 for group in self.param_groups) and self.param_groups[0][STEP] % self.interval == 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step; return the plain loss at the old weights.
+
+        Args:
+            closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
+                and `backward()` itself. Without a closure the gradients must be there and, where
+                `second_pass_due`, the pass under `perturbed()` must have been made.
+        """
+        if self._busy:
+            raise RuntimeError(
+                "step() inside perturbed() or inside a closure: leave it first, the weights are displaced"
+            )
+        if closure is not None and self._trial is not None:
+            raise RuntimeError("step(closure) after perturbed(): the passes are made already, call step() alone")
+        for group in self.param_groups:
+            self._check_group(group)
+        random = RandomState(self._devices())
+        loss = None
+        try:
+            with self._all_or_nothing(random):
+                if closure is None:
+                    trial = self._passes_made()
+                else:
+                    self._random = random
+                    loss, trial = self._make_passes(closure)
+                self.stats = trial.stats
+                self._require_finite(trial)
+        except NonFiniteError:
+            if self.nonfinite == "raise":
+                raise
+        else:
+            self._update(trial)
+        return loss.detach() if isinstance(loss, Tensor) else loss
+
+    @contextmanager
+    def perturbed(self) -> Iterator[None]:
+        """Weights displaced for the second pass, in loops that cannot hand over a closure.
+
+            opt.zero_grad()
+            loss_of(batch).backward()
+            with opt.perturbed():
+                loss_of(batch).backward()
+            opt.step()
+
+        Random numbers are replayed from the last `zero_grad()`, so call that right before the first pass. With
+        `difference="central"` two such scopes are needed. In a step that is not `second_pass_due` the scope
+        displaces nothing and drops what is computed in it.
+        """
+        if self._busy:
+            raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
+        if self._trial is not None and self._trial.displacement is None:
+            raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
+        entered = RandomState(self._devices())
+        with self._all_or_nothing(entered), torch.no_grad():
+            trial = self._trial or self._begin(None)
+            if not trial.params:
+                raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
+            with self._displaced_pass(trial):
+                with torch.enable_grad():
+                    yield
+                if all(p.grad is None for p in trial.params):
+                    raise RuntimeError("perturbed() without a backward(): run the same loss again inside the scope")
+                if RandomState(self._devices()) not in (entered, self._random):
+                    raise RuntimeError(
+                        "the pass inside perturbed() drew other random numbers than the first: call the optimiser's "
+                        "zero_grad() right before the first forward pass, it marks where they begin"
+                    )
+            if trial.displacement is None:
+                trial.conclude()
+        self._trial = trial
+
+    # The passes.
+
+    def _make_passes(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
+        loss = self._first_pass(closure)
+        trial = self._begin(loss)
+        while trial.displacement is not None:
+            with self._displaced_pass(trial):
+                self._evaluate(closure)
+        trial.conclude()
+        return loss, trial
+
+    def _passes_made(self) -> Trial:
+        """The passes that a loop without closure has made before `step()`."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            if self.second_pass_due:
+                raise RuntimeError(
+                    "step() without the second pass: pass a closure, step(closure), or run the loss once more under "
+                    "`with opt.perturbed():` before step()"
+                )
+            trial = self._begin(None)
+            trial.conclude()
+        elif trial.displacement is not None:
+            raise RuntimeError("step() after one of two passes: difference='central' needs a second perturbed() scope")
+        return trial
+
+    def _first_pass(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate the loss and leave its gradients in `.grad`."""
+        return self._evaluate(closure)
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        params = self._clear_gradients()
+        with torch.enable_grad():
+            loss = closure()
+            if all(p.grad is None for p in params):
+                check_loss(loss, "step(closure)")
+                loss.backward()
+        if all(p.grad is None for p in params):
+            raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
+        return loss
+
+    def _begin(self, loss: Any) -> Trial:
+        """Collect the gradients of the first pass and plan the others."""
+        slices = []
+        for group in self.param_groups:
+            used = [(label, p) for label, p in _labelled(group) if p.grad is not None]
+            for label, p in used:
+                self._check_parameter(label, p)
+                if p.grad.layout != torch.strided:  # type: ignore[union-attr]
+                    raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
+            if used:
+                params = [p for _, p in used]
+                slices.append(Slice(group, params, [p.grad for p in params]))  # type: ignore[misc]
+        due = self.second_pass_due and bool(slices)
+        return Trial(slices, self._plan(slices, due), loss)
+
+    @contextmanager
+    def _displaced_pass(self, trial: Trial) -> Iterator[None]:
+        """One further pass, where the trial wants it; its gradients are handed to the trial."""
+        self._clear_gradients()
+        place = nullcontext() if trial.displacement is None else displaced(trial.params, trial.displacement)
+        with place, frozen_statistics(self.model), replayed_random(self._random, self._devices()):
+            yield
+        if trial.displacement is not None:
+            # A parameter that drops out of the loss at the displaced weights has gradient zero there.
+            trial.proceed([torch.zeros_like(p) if p.grad is None else p.grad for p in trial.params])
+        # One that enters the loss only there has no gradient in this step.
+        self._clear_gradients()
+
+    @contextmanager
+    def _all_or_nothing(self, random: RandomState) -> Iterator[None]:
+        """On any error put back what the passes have changed: gradients, random numbers, statistics."""
+        params = self._params()
+        gradients = [p.grad for p in params]
+        buffers = Buffers(self.model)
+        self._busy = True
+        try:
+            yield
+        except BaseException:
+            for p, gradient in zip(params, gradients, strict=True):
+                p.grad = gradient
+            buffers.restore()
+            random.restore()
+            raise
+        finally:
+            self._busy = False
+
+    def _require_finite(self, trial: Trial) -> None:
+        if self.nonfinite != "ignore" and trial.stats is not None and (what := trial.stats.nonfinite()):
+            raise NonFiniteError(
+                f"{what}: the step was not made, weights and state are as they were. Lower the learning rate or rho, "
+                "or pass nonfinite='skip' to go on without such steps"
+            )
+
+    # The update.
+
+    def _update(self, trial: Trial) -> None:
+        self._apply(trial)
+        self._learn(trial.slices)
+        for group in self.param_groups:
+            group[STEP] += 1
+
+    def _apply(self, trial: Trial) -> None:
+        self.base.step()
+
+    # Parameters and state.
+
+    def _params(self) -> Tensors:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _devices(self) -> set[torch.device]:
+        return {p.device for p in self._params()}
+
+    def _clear_gradients(self) -> Tensors:
+        params = self._params()
+        for p in params:
+            p.grad = None
+        return params
+
+    _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {name: getattr(self, name) for name in self._settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # a checkpoint of the plain optimiser knows nothing of ours
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
+        self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        self._forget()
+
+
+def _labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a group with what to call them in an error."""
+    names = group.get("param_names")
+    for index, p in enumerate(group["params"]):
+        yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group {tuple(p.shape)}", p

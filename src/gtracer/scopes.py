@@ -1,0 +1,109 @@
+"""What a second pass over the same batch must not leave behind: moved weights, statistics, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gtracer import tensors
+from gtracer.tensors import Tensors
+
+
+@contextmanager
+def displaced(params: Tensors, displacement: Tensors) -> Iterator[None]:
+    """Add `displacement` to the weights inside; they come back bit for bit, whatever happens.
+
+    Restored from a copy: subtracting again would leave rounding behind and drift.
+
+    >>> w = torch.tensor([1.0])
+    >>> with displaced([w], [torch.tensor([0.1])]):
+    ...     print(w)
+    tensor([1.1000])
+    >>> w
+    tensor([1.])
+    """
+    saved = tensors.clone(params)
+    try:
+        with torch.no_grad():
+            torch._foreach_add_(params, displacement)
+        yield
+    finally:
+        with torch.no_grad():
+            tensors.copy_(params, saved)
+
+
+class Buffers:
+    """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._buffers = list(model.buffers()) if model is not None else []
+        self._saved = tensors.clone(self._buffers)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        tensors.copy_(self._buffers, self._saved)
+
+
+@contextmanager
+def frozen_statistics(model: nn.Module | None) -> Iterator[None]:
+    """Leave the model's buffers as they were: batch-norm statistics see one pass, not two.
+
+    Copying covers every kind of statistic (momentum, cumulative average, counters, spectral norm's
+    vectors), where switching the momentum of batch norm off would cover one.
+    """
+    buffers = Buffers(model)
+    try:
+        yield
+    finally:
+        buffers.restore()
+
+
+class RandomState:
+    """The state of torch's random number generators: the CPU's and those of the given devices."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._cpu = torch.get_rng_state()
+        # "meta" has no generator and draws nothing.
+        self._devices = {d: _generator(d).get_rng_state(*_index(d)) for d in devices if d.type not in ("cpu", "meta")}
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        for device, state in self._devices.items():
+            _generator(device).set_rng_state(state, *_index(device))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RandomState):
+            return NotImplemented
+        return torch.equal(self._cpu, other._cpu) and all(
+            device in other._devices and torch.equal(state, other._devices[device])
+            for device, state in self._devices.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _generator(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    # Apple's back end has one device and takes no index.
+    return () if device.type == "mps" else (device,)
+
+
+@contextmanager
+def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[None]:
+    """Draw the random numbers again that followed `state`; afterwards go on as if nothing had been drawn.
+
+    So dropout masks agree between the passes of one step.
+    """
+    after = RandomState(devices)
+    state.restore()
+    try:
+        yield
+    finally:
+        after.restore()
