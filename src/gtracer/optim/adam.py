@@ -108,7 +108,7 @@ class AdamTracer(TracerOptimizer):
         With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number
         f₀ is what an average started there would still hold.
         """
-        f0, beta2 = group["f0"], group["betas"][1]
+        f0, beta2 = self.knobs(group)["f0"], group["betas"][1]
         averages = [self.state[p]["exp_avg_sq"] for p in params]
         start = [beta2 ** float(self.state[p]["step"]) for p in params]
         if isinstance(f0, str):

@@ -33,7 +33,8 @@ class RhoScheduler:
     """
 
     def __init__(self, optimizer: HasGroups, factor: Callable[[int], float]) -> None:
-        if not all("rho" in group for group in getattr(optimizer, "param_groups", [{}])):
+        self._key = getattr(optimizer, "rho_key", "rho")
+        if not all(self._key in group for group in getattr(optimizer, "param_groups", [{}])):
             raise ValueError(f"optimizer must have rho in its param_groups, got {type(optimizer).__name__}")
         if not callable(factor):
             raise ValueError(f"factor must be a function of the step, got {factor!r}")
@@ -41,7 +42,7 @@ class RhoScheduler:
         self.factor = factor
         self.last_step = 0
         for group in optimizer.param_groups:
-            group.setdefault("initial_rho", group["rho"])
+            group.setdefault("initial_rho", group[self._key])
         self._set()
 
     def step(self) -> None:
@@ -51,7 +52,7 @@ class RhoScheduler:
 
     def get_last_rho(self) -> list[float]:
         """ρ of each group, as now in force."""
-        return [group["rho"] for group in self.optimizer.param_groups]
+        return [group[self._key] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
         return {"last_step": self.last_step}
@@ -65,4 +66,4 @@ class RhoScheduler:
         checks.number("factor(step)", factor, low=0)
         for group in self.optimizer.param_groups:
             # A group added later starts from the ρ it came with.
-            group["rho"] = group.setdefault("initial_rho", group["rho"]) * factor
+            group[self._key] = group.setdefault("initial_rho", group[self._key]) * factor

@@ -79,7 +79,7 @@ class TracerOptimizer(TwoPassOptimizer):
         known = [p for p in part.params if p not in fresh]
         f = dict(zip(known, self._stored(part.group, known), strict=True)) if known else {}
         if fresh:
-            f |= zip(fresh, curvature.initial_average(list(fresh.values()), part.group["f0"]), strict=True)
+            f |= zip(fresh, curvature.initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
         return [f[p] for p in part.params]
 
     def _plan(self, slices: list[Slice], due: bool) -> Plan:
@@ -87,7 +87,7 @@ class TracerOptimizer(TwoPassOptimizer):
         u: list[Tensor] = []
         for part in slices:
             g = [x.detach() for x in part.gradients]
-            v = direction(g, self._average(part), part.group["delta"])
+            v = direction(g, self._average(part), part.knobs["delta"])
             here = tensors.dot(g, v)  # Σ g²/(f + δ)
             ratio = here if ratio is None else ratio + here.to(ratio.device)
             if due:
@@ -131,7 +131,7 @@ class TracerOptimizer(TwoPassOptimizer):
     perturbed.__doc__ = TwoPassOptimizer.perturbed.__doc__
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        check_group(group)
+        check_group(self.knobs(group))
 
     def _check_parameter(self, label: str, p: Tensor) -> None:
         if self.engine != "exact" or p.is_complex():
@@ -150,7 +150,7 @@ class TracerOptimizer(TwoPassOptimizer):
         below, size = torch.zeros(()), 0
         for group in self.param_groups:
             for f in self._stored(group, [p for p in group["params"] if self._trained(p)]):
-                below = below + (f < group["delta"]).sum().cpu()
+                below = below + (f < self.knobs(group)["delta"]).sum().cpu()
                 size += f.numel()
         return below / size
 
@@ -190,7 +190,7 @@ class Tracer(TracerOptimizer):
     def _learn(self, slices: list[Slice]) -> None:
         for part in slices:
             f = self._average(part)
-            curvature.update_average_(f, curvature.gradient_magnitude(part.gradients), part.group["beta"])
+            curvature.update_average_(f, curvature.gradient_magnitude(part.gradients), part.knobs["beta"])
             # Not before the base optimiser's first step: many initialise a state only while it is empty.
             for p, average in zip(part.params, f, strict=True):
                 self.state[p]["f"] = average

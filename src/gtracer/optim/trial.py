@@ -18,13 +18,14 @@ class Slice:
     """Those parameters of a group that have a gradient, and their gradients of the loss."""
 
     group: dict[str, Any]
+    knobs: dict[str, Any]  # the group's ρ, β, δ, f₀
     params: Tensors
     gradients: Tensors
 
     @property
     def signed_rho(self) -> float:
         """ρ; negative where torch's `maximize` will flip the sign of the total."""
-        rho: float = self.group["rho"]
+        rho: float = self.knobs["rho"]
         return -rho if self.group.get("maximize") else rho
 
 
@@ -52,6 +53,7 @@ class Trial:
         self.displacement: Tensors | None = None
         self.penalty: Tensors | None = None
         self.stats: Stats | None = None
+        self.penalised = plan.passes is not None
         self._passes = plan.passes
         if self._passes is not None:
             self.proceed(None)

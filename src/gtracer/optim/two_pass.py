@@ -58,6 +58,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 f"base_optimizer must make one update from one gradient, got {type(base).__name__}: wrap the plain "
                 "optimiser instead (for LBFGS, add a TracerPenalty to the loss)"
             )
+        if any(STEP in group for group in base.param_groups):
+            raise ValueError(f"base_optimizer is wrapped already, got {type(base).__name__}: make a new one to wrap")
         checks.count("interval", interval)
         checks.kind("model", model, (nn.Module, type(None)))
         checks.choice("nonfinite", nonfinite, NONFINITE)
@@ -65,7 +67,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.interval = interval
         self.model = model
         self.nonfinite = nonfinite
-        super().__init__(base.param_groups, {**base.defaults, **defaults, STEP: 0})
+        # Adadelta has a `rho` of its own; ours then goes by `gtracer_rho` in the groups.
+        self._keys = {name: f"gtracer_{name}" if name in base.defaults else name for name in defaults}
+        ours = {self._keys[name]: value for name, value in defaults.items()}
+        super().__init__(base.param_groups, {**base.defaults, **ours, STEP: 0})
         self.param_groups, self.state = base.param_groups, base.state
         self._forget()
 
@@ -86,7 +91,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse a group with a value out of range."""
-        checks.number("rho", group["rho"], low=0)
+        checks.number("rho", self.knobs(group)["rho"], low=0)
 
     def _check_parameter(self, label: str, p: Tensor) -> None:
         """Refuse a parameter that the scheme cannot handle."""
@@ -99,6 +104,15 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             )
 
     # The optimiser's own surface.
+
+    def knobs(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What this scheme keeps in a group (`rho` and so on), by its plain name."""
+        return {name: group[key] for name, key in self._keys.items()}
+
+    @property
+    def rho_key(self) -> str:
+        """What ρ is called in the groups: `rho`, unless the base optimiser has one of its own."""
+        return self._keys["rho"]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, at the start or in mid-training; what it leaves out takes the defaults."""
@@ -127,7 +141,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     @property
     def second_pass_due(self) -> bool:
         """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
-        return any(group["rho"] > 0 for group in self.param_groups) and self.param_groups[0][STEP] % self.interval == 0
+        strong = any(group[self.rho_key] > 0 for group in self.param_groups)
+        return strong and self.param_groups[0][STEP] % self.interval == 0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,7 +195,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """
         if self._busy:
             raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
-        if self._trial is not None and self._trial.displacement is None:
+        if self._trial is not None and self._trial.penalised and self._trial.displacement is None:
             raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
         entered = RandomState(self._devices())
         with self._all_or_nothing(entered), torch.no_grad():
@@ -253,7 +268,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
             if used:
                 params = [p for _, p in used]
-                slices.append(Slice(group, params, [p.grad for p in params]))  # type: ignore[misc]
+                slices.append(Slice(group, self.knobs(group), params, [p.grad for p in params]))  # type: ignore[misc]
         due = self.second_pass_due and bool(slices)
         return Trial(slices, self._plan(slices, due), loss)
 
@@ -320,7 +335,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             p.grad = None
         return params
 
-    _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite")
+    _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite", "_keys")
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {name: getattr(self, name) for name in self._settings}

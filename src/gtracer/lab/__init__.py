@@ -1,0 +1,1 @@
+"""Experiments. Behind extras; the library never imports it."""
