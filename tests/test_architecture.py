@@ -48,7 +48,9 @@ def test_every_room_is_in_the_picture():
 
 def test_import_needs_torch_alone():
     """No extra, and not the lab, is loaded by `import gtracer`."""
-    code = "import sys, gtracer; print([m for m in sys.modules if m.split('.')[0] in ('sklearn', 'rich', 'transformers')"
+    code = (
+        "import sys, gtracer; print([m for m in sys.modules if m.split('.')[0] in ('sklearn', 'rich', 'transformers')"
+    )
     code += " or m.startswith('gtracer.lab')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -8,8 +8,17 @@ from problems import make, tanh_mlp
 from test_two_pass import every_optimiser, same, snapshot
 from torch import nn
 
-from gtracer import SAM, AdamTracer, AdamWTracer, NonFiniteError, RhoScheduler, SGDTracer, Tracer, TracerPenalty
-from gtracer import linear_warmup
+from gtracer import (
+    SAM,
+    AdamTracer,
+    AdamWTracer,
+    NonFiniteError,
+    RhoScheduler,
+    SGDTracer,
+    Tracer,
+    TracerPenalty,
+    linear_warmup,
+)
 
 
 def weight():
@@ -35,7 +44,9 @@ CASES = [
     ("nonfinite", "warn"),
     ("model", "resnet"),
 ]
-TORCH_CASES = [("lr", v) for v in NUMBERS] + [("weight_decay", v) for v in NUMBERS] + [("maximize", 1), ("foreach", "no")]
+TORCH_CASES = (
+    [("lr", v) for v in NUMBERS] + [("weight_decay", v) for v in NUMBERS] + [("maximize", 1), ("foreach", "no")]
+)
 
 
 @pytest.mark.parametrize("cls", [SGDTracer, AdamTracer, AdamWTracer])
@@ -75,12 +86,16 @@ def test_adam_has_no_beta_of_its_own():
     refused(lambda: AdamTracer([{"params": [weight()], "beta": 0.3}]), "beta", 0.3)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rho", -1.0), ("adaptive", 1), ("eta", -0.5), ("interval", 0), ("model", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("rho", -1.0), ("adaptive", 1), ("eta", -0.5), ("interval", 0), ("model", 3)]
+)
 def test_sam_arguments(name, value):
     refused(lambda: SAM(torch.optim.SGD([weight()]), **{name: value}), name, value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("rho", -1.0), ("beta", 2.0), ("delta", "x"), ("f0", -1.0), ("nonfinite", "x")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("rho", -1.0), ("beta", 2.0), ("delta", "x"), ("f0", -1.0), ("nonfinite", "x")]
+)
 def test_penalty_arguments(name, value):
     refused(lambda: TracerPenalty([weight()], **{name: value}), name, value)
 
@@ -170,7 +185,9 @@ class TestClosures:
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_non_finite_loss(self, maker, value):
-        self.check(maker, lambda made: lambda: made.loss_of(torch.randint(4, ()).item()) * value, NonFiniteError, "the loss is")
+        self.check(
+            maker, lambda made: lambda: made.loss_of(torch.randint(4, ()).item()) * value, NonFiniteError, "the loss is"
+        )
 
     def test_non_finite_gradient(self, maker):
         # √0 is 0 with an infinite slope.

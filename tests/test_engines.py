@@ -1,6 +1,7 @@
 """The two engines against a closed form, against each other, and by their order of convergence."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_order_of_the_finite_difference(central, slope):
         relative_error(penalty_gradient(make(tanh_mlp), 0.0, 0.05, finite_difference, radius=r, central=central), true)
         for r in radii
     ]
-    measured = [math.log2(a / b) for a, b in zip(errors, errors[1:], strict=False)]
+    measured = [math.log2(a / b) for a, b in pairwise(errors)]
     assert measured[-1] == pytest.approx(slope, abs=0.05)
     assert all(m == pytest.approx(slope, abs=0.3) for m in measured)
 

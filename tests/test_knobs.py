@@ -209,7 +209,9 @@ def test_hooks_run_once_a_step(maker):
 
 
 @every_optimiser
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_goes_on_alike_and_apart(maker, duplicate):
     made = make(tanh_mlp)
     opt = maker(made.model.parameters(), model=made.model)

@@ -92,7 +92,9 @@ def test_trace_ratio_ignores_diagonal_scalings(seed):
         return losses(i, [p * s for p, s in zip(scaled, scales, strict=True)])
 
     assert trace_ratio(scaled_losses, scaled) == pytest.approx(trace_ratio(losses, params), rel=1e-9)
-    assert trace_ratio(scaled_losses, scaled, delta=1.0) != pytest.approx(trace_ratio(losses, params, delta=1.0), rel=1e-9)
+    assert trace_ratio(scaled_losses, scaled, delta=1.0) != pytest.approx(
+        trace_ratio(losses, params, delta=1.0), rel=1e-9
+    )
 
 
 def several_batches(seed):

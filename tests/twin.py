@@ -21,8 +21,20 @@ def penalised_gradient(loss: Tensor, params: list[Tensor], f: list[Tensor] | Non
 
 
 class SGDTwin:
-    def __init__(self, params, lr, momentum=0.0, dampening=0.0, nesterov=False, weight_decay=0.0, maximize=False,
-                 rho=0.0, beta=0.1, delta=1e-2, f0=None):
+    def __init__(
+        self,
+        params,
+        lr,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        weight_decay=0.0,
+        maximize=False,
+        rho=0.0,
+        beta=0.1,
+        delta=1e-2,
+        f0=None,
+    ):
         self.params, self.lr, self.momentum, self.dampening = list(params), lr, momentum, dampening
         self.nesterov, self.weight_decay, self.sign = nesterov, weight_decay, -1.0 if maximize else 1.0
         self.rho, self.beta, self.delta = rho, beta, delta
@@ -48,8 +60,19 @@ class SGDTwin:
 
 
 class AdamTwin:
-    def __init__(self, params, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False, maximize=False,
-                 rho=0.0, delta=1e-2, f0=None):
+    def __init__(
+        self,
+        params,
+        lr,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        decoupled=False,
+        maximize=False,
+        rho=0.0,
+        delta=1e-2,
+        f0=None,
+    ):
         self.params, self.lr, self.betas, self.eps = list(params), lr, betas, eps
         self.weight_decay, self.decoupled, self.sign = weight_decay, decoupled, -1.0 if maximize else 1.0
         self.rho, self.delta, self.f0, self.t = rho, delta, f0, 0

@@ -12,10 +12,11 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Digits:
-    """A split. `y` are the labels to train on, of which a share is wrong."""
+    """A split. `y` are the labels to train on, of which a share is wrong; `y_clean` are the true ones."""
 
     x: Tensor
     y: Tensor
+    y_clean: Tensor
     x_test: Tensor
     y_test: Tensor
 
@@ -30,7 +31,7 @@ def load(noise: float, seed: int) -> Digits:
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(x), generator=generator)
     train, test = order[: len(x) * 3 // 4], order[len(x) * 3 // 4 :]
-    return Digits(x[train], mislabelled(y[train], noise, generator), x[test], y[test])
+    return Digits(x[train], mislabelled(y[train], noise, generator), y[train], x[test], y[test])
 
 
 def mislabelled(y: Tensor, share: float, generator: torch.Generator) -> Tensor:
