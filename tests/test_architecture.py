@@ -25,7 +25,8 @@ def imports(path: Path) -> set[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{a.name}" for a in node.names] if node.module == "gtracer" else [node.module]
+            whole = node.module == "gtracer"
+            names = [f"gtracer.{a.name}" for a in node.names if a.name != "__version__"] if whole else [node.module]
         found |= {name.split(".")[1] for name in names if name.startswith("gtracer.")}
     return found
 

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--seeds", type=_at_least_one, default=5, metavar="N", help="number of runs for each optimiser")
+    demo.add_argument("--seeds", type=_at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
     demo.add_argument("--epochs", type=_at_least_one, default=100, metavar="N", help="passes over the data")
     return top
 

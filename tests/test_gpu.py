@@ -1,0 +1,111 @@
+"""On a CUDA device: the same numbers as on the CPU, and no wait for the device in a step.
+
+Run with `pytest -m gpu`.
+"""
+
+import pytest
+import torch
+from problems import relative_error
+from test_two_pass import MAKERS, every_optimiser
+from torch import nn
+
+from gtracer import SGDTracer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.SiLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def train(maker, device, steps=5, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    x, y = torch.randn(8, 2, 4, 4, dtype=dtype), torch.randint(3, (8,))
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    opt = maker(model.parameters(), model=model)
+    for _ in range(steps):
+        opt.step(lambda: nn.functional.cross_entropy(model(x), y))
+    return [t.cpu() for t in model.state_dict().values()], opt
+
+
+@every_optimiser
+def test_same_as_on_the_cpu(maker):
+    ours, opt = train(maker, "cuda")
+    theirs, reference = train(maker, "cpu")
+    assert relative_error(ours, theirs) < 1e-8
+    for name, value in reference.stats.as_dict().items():
+        assert opt.stats.as_dict()[name] == pytest.approx(value, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_never_waits_for_the_device(name):
+    torch.manual_seed(0)
+    model = Net().cuda()
+    x, y = torch.randn(8, 2, 4, 4, device="cuda"), torch.randint(3, (8,), device="cuda")
+    opt = MAKERS[name](model.parameters(), model=model, nonfinite="ignore")
+
+    def closure():
+        return nn.functional.cross_entropy(model(x), y)
+
+    opt.step(closure)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            opt.step(closure)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert opt.stats.gradient_norm > 0
+
+
+@every_optimiser
+def test_dropout_masks_agree_between_passes(maker):
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach() == 0))
+    opt = maker(model.parameters())
+    opt.step(lambda: model(torch.ones(3, 4, device="cuda")).square().mean())
+    first = seen[0]
+    assert len(seen) > 1
+    assert all(torch.equal(mask, first) for mask in seen)
+    seen.clear()
+    opt.step(lambda: model(torch.ones(3, 4, device="cuda")).square().mean())
+    assert not torch.equal(seen[0], first)
+
+
+def test_parameters_on_two_devices():
+    """Half of the net on the CPU: as the whole net there."""
+
+    def split(device):
+        torch.manual_seed(0)
+        first, second = nn.Linear(4, 8).double(), nn.Linear(8, 2).double().to(device)
+        x = torch.randn(5, 4, dtype=torch.float64)
+        opt = SGDTracer([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9, rho=0.01)
+        for _ in range(3):
+            opt.step(lambda: second(first(x).tanh().to(device)).square().mean())
+        return [p.detach().cpu() for layer in (first, second) for p in layer.parameters()]
+
+    assert relative_error(split("cuda"), split("cpu")) < 1e-8
+
+
+def test_autocast_keeps_the_penalty():
+    """bfloat16 compute over float32 weights: the penalised gradient is that of float32 within bfloat16's rounding."""
+
+    def gradient(autocast):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)).cuda()
+        x, y = torch.randn(256, 16, device="cuda"), torch.randint(3, (256,), device="cuda")
+        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.01, delta=0.01, radius=0.5)
+
+        def closure():
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                return nn.functional.cross_entropy(model(x).float(), y)
+
+        opt.step(closure)
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert relative_error(gradient(True), gradient(False)) < 0.1

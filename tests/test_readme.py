@@ -1,0 +1,77 @@
+"""The README's code runs as it stands; its two commands are run by CI."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gtracer
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def surroundings(folder: Path) -> dict:
+    """What the README's reader has: a model with batch norm and dropout, batches, a loss."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    batches = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+    return {
+        "gtracer": gtracer,
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+        "model": model,
+        "batches": batches,
+        "batch": batches[0],
+        "loss_of": lambda batch: cross_entropy(model(batch[0]), batch[1]),
+        "path": folder / "checkpoint.pt",
+    }
+
+
+def test_python_blocks_run(tmp_path, capsys):
+    names = surroundings(tmp_path)
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    for block in blocks("python"):
+        exec(block, names)
+    assert "Stats(loss=" in capsys.readouterr().out
+    assert names["path"].exists()
+    assert not any(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+
+
+def test_both_sides_of_the_diff_run(tmp_path):
+    (diff,) = blocks("diff")
+    for side in "-+":
+        names = surroundings(tmp_path)
+        start = names["model"][0].weight.detach().clone()
+        exec("\n".join(line[2:] for line in diff.splitlines() if line[:1] in (side, " ", "")), names)
+        assert not torch.equal(start, names["model"][0].weight)
+
+
+def test_ci_runs_the_two_commands():
+    """`.ci/run` finds them behind their markers: the very lines, the test command last."""
+    script = (ROOT / ".ci" / "run").read_text()
+    function = script[script.index("command_of()") : script.index("for name in")]
+    for name, block in zip(("install-and-run", "install-and-test"), blocks("sh"), strict=True):
+        assert name in script
+        done = subprocess.run(
+            ["bash", "-c", f"{function}\ncommand_of {name}"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == block
+
+
+def test_tests_named_in_the_table_exist():
+    for name in re.findall(r"`(tests/\w+\.py)`", README):
+        assert (ROOT / name).exists()
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
