@@ -1,5 +1,6 @@
 """The demo and the command line."""
 
+import subprocess
 import sys
 
 import pytest
@@ -60,6 +61,11 @@ def test_command_line(capsys, monkeypatch):
         cli.main()
     assert stopped.value.code == 0
     assert capsys.readouterr().out.strip() == f"gtracer {__version__}"
+
+
+def test_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "gtracer", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"gtracer {__version__}"
 
 
 @pytest.mark.parametrize("words", [["demo", "--seeds", "0"], ["demo", "--epochs", "x"], ["train"]])

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
 
 
 def surroundings(folder: Path) -> dict:
@@ -42,6 +42,13 @@ def test_python_blocks_run(tmp_path, capsys):
     assert "Stats(loss=" in capsys.readouterr().out
     assert names["path"].exists()
     assert not any(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+
+
+def test_the_docs_recipe_runs():
+    (block,) = blocks("python", (ROOT / "docs" / "algorithm.md").read_text())
+    names = {"seeds": [0], "epochs": 1}
+    exec(block, names)
+    assert names["runs"][0].last > 0
 
 
 def test_both_sides_of_the_diff_run(tmp_path):
