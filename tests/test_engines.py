@@ -90,6 +90,16 @@ def test_vanished_gradient_has_no_penalty():
     assert opt.stats.penalty_ratio == 0
 
 
+@pytest.mark.parametrize("engine", ["finite-difference", "exact"])
+def test_without_damping_a_dead_coordinate_stays_out(engine):
+    """δ = 0 and a coordinate whose gradient was always 0: 0/0 is 0 there, and the rest is penalised as ever."""
+    model = Vector([1.0, 2.0]).double()
+    opt = SGDTracer([model.w], lr=0.1, rho=0.1, delta=0.0, engine=engine)
+    opt.step(lambda: model.w[0] ** 2 / 2 + 0 * model.w[1])
+    assert model.w.tolist() == pytest.approx([1 - 0.1 * (1 + 2 * 0.1), 2.0])  # ∇T = 2 H g/g² = 2
+    assert opt.stats.trace_ratio == pytest.approx(1.0)
+
+
 def test_linear_loss_has_no_curvature():
     model = Vector([1.0, 2.0])
     opt = SGDTracer([model.w], lr=0.5, rho=0.1, engine="exact")

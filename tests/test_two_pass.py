@@ -133,6 +133,23 @@ def test_the_displacement_has_the_length_that_was_asked_for():
     assert lengths == pytest.approx([0, 0.07, 0.07], rel=1e-9)
 
 
+def test_random_numbers_drawn_before_zero_grad_inside_the_closure():
+    """All three passes of a central difference see the same noise, though the closure clears gradients after drawing."""
+    model, noise = nn.Linear(3, 1), []
+    opt = SGDTracer(model.parameters(), rho=0.01, difference="central")
+
+    def closure():
+        noise.append(torch.randn(4, 3))
+        opt.zero_grad()
+        loss = model(noise[-1]).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert len(noise) == 3
+    assert all(torch.equal(x, noise[0]) for x in noise)
+
+
 class Interrupted(BaseException):
     pass
 
