@@ -117,6 +117,15 @@ def test_bases(wrapper):
     refused(lambda: wrapper(base), "wrapped already", "SGD")
 
 
+def test_a_refused_wrap_leaves_the_base_as_it_was():
+    base = torch.optim.SGD([{"params": [weight()]}, {"params": [weight()], "rho": -1.0}])
+    before = [dict(group) for group in base.param_groups]
+    refused(lambda: Tracer(base, rho=0.5), "rho", -1.0)
+    assert [dict(group) for group in base.param_groups] == before
+    base.param_groups[1]["rho"] = 0.1
+    assert [group["rho"] for group in Tracer(base, rho=0.7).param_groups] == [0.7, 0.1]
+
+
 def test_per_group_values_are_checked_at_the_start_later_and_at_the_step():
     refused(lambda: SGDTracer([{"params": [weight()], "rho": -2.0}]), "rho", -2.0)
     w = weight()

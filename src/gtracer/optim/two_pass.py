@@ -70,7 +70,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # Adadelta has a `rho` of its own; ours then goes by `gtracer_rho` in the groups.
         self._keys = {name: f"gtracer_{name}" if name in base.defaults else name for name in defaults}
         ours = {self._keys[name]: value for name, value in defaults.items()}
-        super().__init__(base.param_groups, {**base.defaults, **ours, STEP: 0})
+        everything = {**base.defaults, **ours, STEP: 0}
+        for group in base.param_groups:  # all of them before the first is touched
+            self._completed(group, everything)
+        super().__init__(base.param_groups, everything)
         self.param_groups, self.state = base.param_groups, base.state
         self._forget()
 
@@ -121,15 +124,19 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if new:
             self.base.add_param_group(param_group)
         try:
-            for name, value in self.defaults.items():
-                param_group.setdefault(name, value)
-            self._check_group(param_group)
-            for label, p in _labelled(param_group):
-                self._check_parameter(label, p)
+            param_group.update(self._completed(param_group, self.defaults))
         except ValueError:
             if new:
                 self.base.param_groups.pop()
             raise
+
+    def _completed(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+        """The group with the defaults for what it leaves out, checked."""
+        complete = defaults | group
+        self._check_group(complete)
+        for label, p in _labelled(complete):
+            self._check_parameter(label, p)
+        return complete
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
