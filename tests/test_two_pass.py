@@ -134,7 +134,7 @@ def test_the_displacement_has_the_length_that_was_asked_for():
 
 
 def test_random_numbers_drawn_before_zero_grad_inside_the_closure():
-    """All three passes of a central difference see the same noise, though the closure clears gradients after drawing."""
+    """All three passes of a central difference see the same noise, though gradients are cleared after drawing."""
     model, noise = nn.Linear(3, 1), []
     opt = SGDTracer(model.parameters(), rho=0.01, difference="central")
 
