@@ -3,28 +3,87 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gtracer import __version__
+
+if TYPE_CHECKING:
+    from gtracer.lab.config import Config
+
+Command = Callable[[argparse.Namespace], None]
 
 
 def parser() -> argparse.ArgumentParser:
     """Every sub-command with its defaults and an example."""
     top = argparse.ArgumentParser(prog="gtracer", description="G-TRACER: train to a flat minimum.")
     top.add_argument("--version", action="version", version=f"gtracer {__version__}")
-    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_train(commands)
+    return top
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="SGD against SAM against SGD-TRACER on digits with half of the labels wrong",
-        description="Train one net with SGD, SAM and SGD-TRACER on digits of which half are labelled wrongly, and "
-        "print a table of the test accuracies. Takes about a minute.",
+        description="Train one net with SGD, SAM and SGD-TRACER on digits of which half are labelled wrongly; print a "
+        "table of the test accuracies and draw the curves. Takes about a minute.",
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--seeds", type=_at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
     demo.add_argument("--epochs", type=_at_least_one, default=100, metavar="N", help="passes over the data")
-    return top
+    demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of records and plot")
+    demo.set_defaults(run=_demo)
+
+
+def _add_train(commands: Any) -> None:
+    from gtracer.lab.config import Config
+
+    train = commands.add_parser(
+        "train",
+        help="train one model and write its record",
+        description="Train one model with one optimiser; leave its record (and, until it ends, a checkpoint) there.",
+        epilog="example: gtracer train --task digits --label-noise 0.5 --optimizer sgd-tracer --rho 0.012 --seed 1",
+    )
+    train.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML or JSON to start from; other options override it"
+    )
+    train.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder; takes no other option"
+    )
+    train.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/ and a name made of its options)"
+    )
+    train.add_argument("--tensorboard", action="store_true", help="write scalars for TensorBoard too")
+    options = train.add_argument_group("the run")
+    for item in fields(Config):
+        default = "the optimiser's" if item.default is None and item.name not in ("data", "model") else item.default
+        text = item.metadata["help"] + ("" if item.name in ("data", "model") else f" (default: {_shown(default)})")
+        flag = f"--{item.name.replace('_', '-')}"
+        if item.type == "bool":
+            options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif item.name == "betas":
+            options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
+        else:
+            kind = (
+                _number_or_word
+                if "|" in str(item.type) and "float" in str(item.type)
+                else _KINDS.get(str(item.type), str)
+            )
+            options.add_argument(flag, type=kind, default=None, metavar="X", help=text)
+    train.set_defaults(run=_train)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _at_least_one(text: str) -> int:
@@ -33,21 +92,88 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+def _number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+
+
+def _demo(chosen: argparse.Namespace) -> None:
+    from gtracer.lab import demo
+
+    demo.run(seeds=chosen.seeds, epochs=chosen.epochs, folder=chosen.out)
+
+
+def _train(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab.train import Watcher, train
+    from gtracer.lab.watch import Bar, TensorBoard
+
+    config, folder = _configured(chosen)
+    console = Console()
+    with Bar(console, config.epochs, f"{config.task}, {config.optimizer}, seed {config.seed}") as bar:
+        watchers: list[Watcher] = [bar]
+        if chosen.tensorboard:
+            watchers.append(TensorBoard(folder))
+        record = train(config, folder, watchers, resume=chosen.resume is not None)
+    last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
+    console.print(
+        f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
+        f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
+    """The run's configuration and folder, from the options, a file, or the run to resume."""
+    from gtracer.lab.config import Config
+    from gtracer.lab.errors import LabError
+    from gtracer.lab.record import Record
+
+    given = {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
+    if chosen.resume is not None:
+        if given or chosen.config or chosen.out:
+            raise LabError("--resume takes the run's own options from its record: leave the others out")
+        return Record.read(chosen.resume).config, chosen.resume
+    start = Config.read(chosen.config).to_mapping() if chosen.config else {}
+    config = Config.from_mapping(start | given)
+    return config, chosen.out or Path("runs") / _name(config)
+
+
+def _name(config: Config) -> str:
+    """A folder name that tells the run and is its own: the options behind the seed by a checksum."""
+    mark = hashlib.sha256(json.dumps(config.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{Path(config.task).stem}-{config.optimizer}-seed{config.seed}-{mark}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; without one, the demo. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = parser().parse_args(words or ["demo"])
-    if chosen.command is None:
-        parser().print_help()
-        return 2
     try:
-        from gtracer.lab import demo
+        from gtracer.lab.errors import LabError
+        from gtracer.lab.train import Interrupted
     except ModuleNotFoundError as missing:
-        print(f"gtracer demo needs {missing.name}: pip install 'gtracer-optim[demo]'", file=sys.stderr)
+        print(f"gtracer: the command line needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)
         return 1
+    chosen = parser().parse_args(words or ["demo"])
     try:
-        demo.run(seeds=chosen.seeds, epochs=chosen.epochs)
+        chosen.run(chosen)
+    except LabError as error:
+        print(f"gtracer: {error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as missing:
+        print(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)
+        return 1
+    except Interrupted as stopped:
+        print(f"gtracer: interrupted; {stopped}", file=sys.stderr)
+        return 130
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("gtracer: interrupted", file=sys.stderr)
         return 130
     return 0

@@ -1,133 +1,108 @@
-"""`gtracer demo`: what happens to half-wrong labels under SGD, SAM and SGD-TRACER."""
+"""`gtracer demo`: what becomes of half-wrong labels under SGD, SAM and SGD-TRACER."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from gtracer.lab import digits
-from gtracer.optim import SAM, SGDTracer
+from gtracer.lab.config import Config
+from gtracer.lab.record import Record
+from gtracer.lab.train import train
+from gtracer.lab.watch import Bar
 
-MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-NOISE = 0.5
-BATCH = 128
-LR = 0.02
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-
-
+BASE = Config(task="digits", model="mlp-bn", label_noise=0.5, lr=0.02, momentum=0.9, batch_size=128)
 # 0.05 is SAM's usual ρ; SAM's 1 and TRACER's 0.012 are the best of seven each, chosen on other seeds:
 # docs/algorithm.md, "Defaults".
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": sgd,
-    "SAM, ρ 0.05": lambda model: SAM(sgd(model), rho=0.05, model=model),
-    "SAM, ρ 1": lambda model: SAM(sgd(model), rho=1.0, model=model),
-    "SGD-TRACER": lambda model: SGDTracer(model.parameters(), lr=LR, momentum=0.9, rho=0.012, delta=0.01, model=model),
+OPTIMIZERS = {
+    "SGD": replace(BASE, optimizer="sgd"),
+    "SAM, ρ 0.05": replace(BASE, optimizer="sam", rho=0.05),
+    "SAM, ρ 1": replace(BASE, optimizer="sam", rho=1.0),
+    "SGD-TRACER": replace(BASE, optimizer="sgd-tracer", rho=0.012, delta=0.01),
 }
+Results = dict[str, list[Record]]
 
 
-@dataclass(frozen=True)
-class Result:
-    """One run. Accuracies in per cent; `memorised` is the share of wrong training labels that the net gives back."""
-
-    last: float
-    best: float
-    memorised: float
-    seconds: float
-
-
-def train(
-    make: MakeOptimizer, seed: int, epochs: int, report: Callable[[float], None] = lambda accuracy: None
-) -> Result:
-    """Train the batch-norm net on digits with half of the labels wrong, cosine learning rate, no weight decay."""
-    data = digits.load(NOISE, seed)
-    torch.manual_seed(seed)
-    model = digits.batch_norm_mlp()
-    opt = make(model)
-    batches = -(-len(data.x) // BATCH)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, epochs * batches)
-    start, accuracies = time.perf_counter(), []
-    for _ in range(epochs):
-        model.train()
-        for rows in torch.split(torch.randperm(len(data.x)), BATCH):
-            step(opt, lambda rows=rows: cross_entropy(model(data.x[rows]), data.y[rows]))  # type: ignore[misc]
-            schedule.step()
-        accuracies.append(percent_right(model, data.x_test, data.y_test))
-        report(accuracies[-1])
-    wrong = data.y != data.y_clean
-    memorised = percent_right(model, data.x[wrong], data.y[wrong])
-    return Result(accuracies[-1], max(accuracies), memorised, time.perf_counter() - start)
-
-
-def step(opt: torch.optim.Optimizer, loss_of: Callable[[], Tensor]) -> None:
-    """One step with a closure that torch's own optimisers understand too."""
-
-    def closure() -> float:
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
-
-    opt.step(closure)
-
-
-@torch.no_grad()
-def percent_right(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    model.eval()
-    right: Tensor = model(x).argmax(1) == y
-    return right.float().mean().item() * 100
-
-
-def run(seeds: int, epochs: int, console: Console | None = None) -> dict[str, list[Result]]:
-    """Train every optimiser with every seed, show progress, print the table."""
+def run(seeds: int, epochs: int, folder: Path, console: Console | None = None) -> Results:
+    """Train every optimiser with every seed, print the table, draw the plot. What is finished is not run again."""
     console = console or Console()
-    results: dict[str, list[Result]] = {name: [] for name in OPTIMIZERS}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with one_thread(), Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(OPTIMIZERS) * seeds * epochs)
+    results: Results = {name: [] for name in OPTIMIZERS}
+    with one_thread(), Bar(console, len(OPTIMIZERS) * seeds * epochs) as bar:
         for seed in range(seeds):
-            for name, make in OPTIMIZERS.items():
-
-                def report(accuracy: float, what: str = f"{name}, seed {seed}") -> None:
-                    progress.update(task, advance=1, description=f"{what}: {accuracy:.1f}%")
-
-                results[name].append(train(make, seed, epochs, report))
-    console.print(table(results, epochs))
+            for name, base in OPTIMIZERS.items():
+                config = replace(base, seed=seed, epochs=epochs)
+                bar.title = f"{name}, seed {seed}"
+                results[name].append(once(config, folder / f"{name.replace(', ρ ', '-')}-{epochs}-{seed}".lower(), bar))
+    console.print(table(results))
+    console.print(f"Curves: {plot(results, folder / 'demo.png')}")
     return results
 
 
-def table(results: dict[str, list[Result]], epochs: int) -> Table:
+def once(config: Config, folder: Path, bar: Bar) -> Record:
+    """The run's record: from the folder where it is finished, else trained, or trained on."""
+    made = Record.read(folder).epochs if (folder / "record.json").exists() else 0
+    bar.skip(made)
+    return train(config, folder, [bar], resume=(folder / "record.json").exists())
+
+
+def table(results: Results) -> Table:
     """Mean ± standard error over the seeds."""
-    n = len(next(iter(results.values())))
+    first = next(iter(results.values()))
     made = Table(
-        title=f"Digits with {NOISE:.0%} of the training labels wrong, {epochs} epochs, n = {n}",
+        title=f"Digits with {first[0].config.label_noise:.0%} of the training labels wrong, "
+        f"{first[0].config.epochs} epochs, n = {len(first)}",
         caption="Accuracy on clean test labels in %, mean ± standard error over seeds.",
     )
     for heading in ("", "last epoch", "best epoch", "wrong labels learnt", "s a run"):
         made.add_column(heading, justify="left" if not heading else "right")
-    for name, runs in results.items():
-        numbers = ([getattr(r, field) for r in runs] for field in ("last", "best", "memorised", "seconds"))
-        made.add_row(name, *(mean_and_error(values) for values in numbers))
+    for name, records in results.items():
+        made.add_row(name, *(mean_and_error(values) for values in columns(records)))
     return made
+
+
+def columns(records: list[Record]) -> list[list[float]]:
+    """Last and best accuracy and memorised share, in per cent, and seconds."""
+    accuracies = [r.curves["test_accuracy"] for r in records]
+    return [
+        [100 * a[-1] for a in accuracies],
+        [100 * max(a) for a in accuracies],
+        [100 * r.curves["memorised"][-1] for r in records],
+        [sum(r.seconds) for r in records],
+    ]
 
 
 def mean_and_error(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.1f}"
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values) / len(values) ** 0.5:.1f}"
+
+
+def plot(results: Results, path: Path) -> Path:
+    """Test accuracy and memorised labels by epoch, the mean over seeds with each seed behind it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    shown = {"test_accuracy": "test accuracy, %", "memorised": "wrong labels learnt, %"}
+    for axis, (curve, title) in zip(axes, shown.items(), strict=True):
+        for index, (name, records) in enumerate(results.items()):
+            curves = torch.tensor([r.curves[curve] for r in records]) * 100
+            epochs = range(1, curves.shape[1] + 1)
+            axis.plot(epochs, curves.T, color=f"C{index}", alpha=0.25, linewidth=0.8)
+            axis.plot(epochs, curves.mean(0), color=f"C{index}", label=name)
+        axis.set(xlabel="epoch", title=title, ylim=(0, 101))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(loc="lower left", frameon=False)
+    figure.savefig(path, dpi=120)
+    return path
 
 
 @contextmanager

@@ -1,0 +1,46 @@
+"""Files that are whole or not there at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from gtracer.lab.errors import LabError
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write all or nothing: a reader, or a crash at any moment, sees the old file or the new one."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise LabError(f"cannot write to {path.parent}: {error.strerror}") from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except OSError as error:
+        raise LabError(f"cannot write {path}: {error.strerror}; what was there before is untouched") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def read(path: Path) -> bytes:
+    """Read a file, or say in one line why not."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise LabError(f"cannot read {path}: {error.strerror}") from error
+
+
+def digest(path: Path, algorithm: str) -> str:
+    """The file's checksum in hexadecimal."""
+    so_far = hashlib.new(algorithm)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            so_far.update(chunk)
+    return so_far.hexdigest()

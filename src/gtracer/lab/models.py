@@ -1,0 +1,157 @@
+"""Networks, and how a task's examples are handed to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.tasks.task import Split, Task
+
+# From indices of a split to what the model takes.
+Batch = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and how to feed it."""
+
+    model: nn.Module
+    batches: Callable[[Split, torch.device], Batch]
+
+
+def build(config: Config, task: Task) -> Built:
+    """The configuration's model for this task; without a name, one that suits it."""
+    name = config.model or {"vector": "mlp-bn", "image": "resnet20", "text": ""}[task.kind]
+    if task.kind == "text":
+        from gtracer.lab import language
+
+        return language.build(name, task.classes, config.max_length)
+    shape = tuple(_tensor(task.train).shape[1:])
+    return Built(network(name, shape, task.classes, config.width, config.depth), _tensor_batches)
+
+
+def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
+    """A network by its name, for inputs of this shape.
+
+    >>> sum(p.numel() for p in network("resnet20", (3, 32, 32), 100).parameters())
+    275572
+    """
+    if name in ("mlp", "mlp-bn"):
+        return mlp(shape, width, depth, classes, batch_norm=name == "mlp-bn")
+    found = re.fullmatch(r"resnet(\d+)|wrn-(\d+)-([1-9]\d*)", name)
+    layers = int(found[1] or found[2]) if found else 0
+    plain = bool(found and found[1]) and layers > 2 and layers % 6 == 2
+    wide = bool(found and found[2]) and layers > 4 and layers % 6 == 4
+    if not plain and not wide:
+        raise unknown("model", name, ["mlp", "mlp-bn", "resnet20", "resnet32", "resnet56", "wrn-28-2", "wrn-28-10"])
+    if len(shape) != 3:
+        raise LabError(f"model {name!r} wants images, the task's examples have shape {shape}: use mlp or mlp-bn")
+    if found and wide:
+        return WideResNet(layers, int(found[3]), shape[0], classes)
+    return ResNet(layers, shape[0], classes)
+
+
+def mlp(shape: tuple[int, ...], width: int, depth: int, classes: int, batch_norm: bool) -> nn.Sequential:
+    """Fully connected layers; with batch norm they learn any labels by heart."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    size = int(torch.Size(shape).numel())
+    for _ in range(depth):
+        layers.append(nn.Linear(size, width, bias=not batch_norm))
+        layers += [nn.BatchNorm1d(width), nn.ReLU()] if batch_norm else [nn.ReLU()]
+        size = width
+    return nn.Sequential(*layers, nn.Linear(size, classes))
+
+
+def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return layer
+
+
+class Block(nn.Module):
+    """He et al.'s basic block; where the size changes, the shortcut is subsampled and padded (their option A)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(inputs, outputs, stride), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm2d(outputs)
+        self.stride, self.padding = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        shortcut = x[:, :, :: self.stride, :: self.stride]
+        return functional.relu(out + functional.pad(shortcut, (0, 0, 0, 0, 0, self.padding)))
+
+
+class ResNet(nn.Sequential):
+    """ResNet of CIFAR form: three stages of 16, 32 and 64 channels; depth 6n + 2."""
+
+    def __init__(self, depth: int, channels: int, classes: int) -> None:
+        layers: list[nn.Module] = [conv(channels, 16), nn.BatchNorm2d(16), nn.ReLU()]
+        size = 16
+        for outputs, stride in ((16, 1), (32, 2), (64, 2)):
+            for i in range((depth - 2) // 6):
+                layers.append(Block(size, outputs, stride if i == 0 else 1))
+                size = outputs
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, classes))
+
+
+class PreactivatedBlock(nn.Module):
+    """Zagoruyko and Komodakis's block: batch norm and ReLU come before each convolution."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.bn1, self.conv1 = nn.BatchNorm2d(inputs), conv(inputs, outputs, stride)
+        self.bn2, self.conv2 = nn.BatchNorm2d(outputs), conv(outputs, outputs)
+        same = inputs == outputs and stride == 1
+        self.shortcut = None if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ready = functional.relu(self.bn1(x))
+        out: Tensor = self.conv2(functional.relu(self.bn2(self.conv1(ready))))
+        return out + (x if self.shortcut is None else self.shortcut(ready))
+
+
+class WideResNet(nn.Sequential):
+    """WRN-depth-k: three stages of 16k, 32k and 64k channels; depth 6n + 4."""
+
+    def __init__(self, depth: int, k: int, channels: int, classes: int) -> None:
+        layers: list[nn.Module] = [conv(channels, 16)]
+        size = 16
+        for outputs, stride in ((16 * k, 1), (32 * k, 2), (64 * k, 2)):
+            for i in range((depth - 4) // 6):
+                layers.append(PreactivatedBlock(size, outputs, stride if i == 0 else 1))
+                size = outputs
+        head = (nn.BatchNorm2d(size), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, classes))
+        super().__init__(*layers, *head)
+
+
+def _tensor(split: Split) -> Tensor:
+    assert isinstance(split.inputs, Tensor)
+    return split.inputs
+
+
+def _tensor_batches(split: Split, device: torch.device) -> Batch:
+    x = _tensor(split).to(device)
+    return lambda rows: x[rows]
+
+
+def cropped_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
+    """Each image shifted by up to `padding` pixels and, half of them, mirrored."""
+    n, _, height, width = x.shape
+    padded = functional.pad(x, (padding,) * 4)
+    down, right = torch.randint(0, 2 * padding + 1, (2, n, 1), device=x.device)
+    columns = right + torch.arange(width, device=x.device)
+    mirrored = torch.rand(n, 1, device=x.device) < 0.5
+    columns = torch.where(mirrored, columns.flip(1), columns)
+    rows = down + torch.arange(height, device=x.device)
+    image = torch.arange(n, device=x.device)[:, None, None]
+    return padded[image, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -1,0 +1,66 @@
+"""Optimisers by name: torch's own, alone or under TRACER, SAM or ASAM."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError, unknown
+from gtracer.optim import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
+
+ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
+SCHEMES = ("tracer", "sam", "asam")
+BASES: dict[str, type[torch.optim.Optimizer]] = {
+    name.lower(): cls
+    for name, cls in vars(torch.optim).items()
+    # These need other gradients than a training step gives.
+    if isinstance(cls, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
+}
+# These keep f and Adam's second moment in one buffer, or follow Algorithm 1 to the letter.
+OWN: dict[str, type[SGDTracer | AdamTracer]] = {"sgd": SGDTracer, "adam": AdamTracer, "adamw": AdamWTracer}
+
+
+def names() -> list[str]:
+    """Every name that `build` takes."""
+    return [*ALIASES, *BASES, *(f"{base}-{scheme}" for base in BASES for scheme in SCHEMES)]
+
+
+def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The configuration's optimiser on the model's parameters."""
+    base, _, scheme = ALIASES.get(config.optimizer, config.optimizer).partition("-")
+    if base not in BASES or scheme not in ("", *SCHEMES):
+        raise unknown("optimizer", config.optimizer, names())
+    params = [p for p in model.parameters() if p.requires_grad]
+    try:
+        if scheme == "tracer" and base in OWN:
+            mine = _given(config, "rho", "delta", "f0", "engine", "radius", "difference")
+            mine |= _given(config, "beta") if base == "sgd" else {}
+            return OWN[base](params, **_accepted(OWN[base], config), **mine, interval=config.interval, model=model)
+        plain = BASES[base](params, **_accepted(BASES[base], config))
+        if scheme == "tracer":
+            mine = _given(config, "rho", "beta", "delta", "f0", "engine", "radius", "difference")
+            return Tracer(plain, **mine, interval=config.interval, model=model)
+        if scheme:
+            mine = _given(config, "rho", "eta")
+            return SAM(plain, adaptive=scheme == "asam", **mine, interval=config.interval, model=model)
+        return plain
+    except (ValueError, TypeError) as error:
+        raise LabError(f"optimizer {config.optimizer!r}: {error}") from error
+
+
+def _given(config: Config, *names: str) -> dict[str, Any]:
+    """Those of the named values that are not left to the optimiser."""
+    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+
+def _accepted(cls: type, config: Config) -> dict[str, Any]:
+    """The common hyper-parameters that this optimiser has."""
+    common = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "betas", "eps")
+    own = set(inspect.signature(cls).parameters)
+    if "betas" not in own:  # `eps` is then not Adam's: Adafactor has a pair, Adagrad another default
+        own.discard("eps")
+    return {name: getattr(config, name) for name in common if name in own}

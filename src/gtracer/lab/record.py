@@ -1,0 +1,105 @@
+"""The record of a run: what was asked, where it ran, what came out. It can be read without torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gtracer.lab import files
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+
+FORMAT = 1
+NAME = "record.json"
+
+
+@dataclass
+class Record:
+    """One run. Everything in `config` and `curves` is the same for the same seed on the same machine.
+
+    Attributes:
+        config: What was asked.
+        environment: Commit, versions, hardware.
+        curves: One number an epoch: test_accuracy, test_loss, train_loss, memorised and recovered (of the wrongly
+            labelled training examples, the share given back with the wrong and with the true label; absent without
+            wrong labels), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
+        seconds: One number an epoch.
+        peak_memory: In bytes, of the whole run.
+    """
+
+    config: Config
+    environment: dict[str, Any]
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    peak_memory: int = 0
+
+    @property
+    def epochs(self) -> int:
+        """How many epochs are in it."""
+        return len(self.seconds)
+
+    @property
+    def finished(self) -> bool:
+        return self.epochs == self.config.epochs
+
+    def add(self, row: dict[str, float], seconds: float) -> None:
+        """Take up one epoch."""
+        for name, value in row.items():
+            self.curves.setdefault(name, []).append(value)
+        self.seconds.append(seconds)
+
+    def results(self) -> dict[str, Any]:
+        """What the run has brought so far, for a checkpoint."""
+        return {"curves": self.curves, "seconds": self.seconds, "peak_memory": self.peak_memory}
+
+    def take(self, results: dict[str, Any]) -> None:
+        """Take up a checkpoint's results, which may be an epoch ahead of the file."""
+        self.curves, self.seconds, self.peak_memory = (results[key] for key in ("curves", "seconds", "peak_memory"))
+
+    def summary(self) -> dict[str, Any]:
+        """Last and best epoch (they differ by much under label noise), and the time."""
+        accuracy = self.curves.get("test_accuracy", [])
+        if not accuracy:
+            return {}
+        best = max(range(len(accuracy)), key=accuracy.__getitem__)
+        last = {name: values[-1] for name, values in self.curves.items()}
+        return {
+            "last": {"epoch": len(accuracy), **last},
+            "best": {"epoch": best + 1, "test_accuracy": accuracy[best]},
+            "wall_time": sum(self.seconds),
+        }
+
+    def write(self, folder: Path) -> None:
+        content = {"format": FORMAT, "finished": self.finished, **asdict(self), "summary": self.summary()}
+        content["config"] = self.config.to_mapping()
+        files.write(folder / NAME, (json.dumps(_without_nan(content), indent=1) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        """From a run's folder; refused in one line where it is damaged or of another format."""
+        path = folder / NAME
+        try:
+            content = json.loads(files.read(path))
+        except ValueError as error:
+            raise LabError(f"{path} is damaged: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            found = content.get("format") if isinstance(content, dict) else type(content).__name__
+            raise LabError(f"{path} has format {found!r}, this gtracer reads {FORMAT}: use the version that wrote it")
+        try:
+            config = Config.from_mapping(content["config"])
+            curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
+            return cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
+        except (KeyError, TypeError, AttributeError, LabError) as error:
+            raise LabError(f"{path} is damaged: {error}") from error
+
+
+def _without_nan(value: Any) -> Any:
+    """NaN is not JSON: null stands for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    return [_without_nan(v) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,194 @@
+"""One run: a model being trained on a task, step by step, in a state that can be saved at any step."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from gtracer.lab import files, models, optimizers, tasks
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
+from gtracer.optim.tracer import TracerOptimizer
+from gtracer.optim.two_pass import TwoPassOptimizer
+
+CHECKPOINT = "checkpoint.pt"
+EVALUATION_BATCH = 1000
+
+
+class Run:
+    """Everything that changes while training. The same configuration makes the same run, step for step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.device = _device(config.device)
+        task = tasks.load(config)
+        if config.augment and task.kind != "image":
+            raise LabError(f"augment = True is for images, the examples of task {config.task!r} are {task.kind}s")
+        torch.manual_seed(config.seed)
+        built = models.build(config, task)
+        self.model = built.model.to(self.device)
+        self.optimizer = optimizers.build(config, self.model)
+        self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
+        self.labels, self.truth = task.train.labels.to(self.device), task.train.truth.to(self.device)
+        self.test_labels = task.test.labels.to(self.device)
+        self.wrong = (task.train.labels != task.train.truth).nonzero().flatten()
+
+        self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
+        total = self.steps_an_epoch * config.epochs
+        factor = learning_rate_factor(config.schedule, round(config.warmup * total), total)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.rho_schedule = None
+        if config.rho_warmup and isinstance(self.optimizer, TwoPassOptimizer):
+            self.rho_schedule = RhoScheduler(self.optimizer, linear_warmup(max(1, round(config.rho_warmup * total))))
+        self.epoch, self.step = 0, 0  # of the step to come
+        self.seconds = 0.0  # spent on this epoch before an interrupt
+        self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
+
+    def rest_of_epoch(self) -> Iterator[float]:
+        """Make the steps that are left of this epoch; after each its loss is given."""
+        # A generator of its own for each epoch: the order needs no state to be saved.
+        order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
+        batches = torch.split(torch.randperm(len(self.labels), generator=order), self.config.batch_size)
+        self.model.train()
+        for rows in batches[self.step :]:
+            yield self._make_step(rows)
+
+    def _make_step(self, rows: Tensor) -> float:
+        inputs, labels = self.train_batch(rows), self.labels[rows.to(self.device)]
+        if self.config.augment:
+            inputs = models.cropped_and_flipped(inputs)
+        try:
+            loss = float(self.optimizer.step(self._closure(inputs, labels)))  # type: ignore[arg-type]
+        except NonFiniteError:
+            loss = math.nan
+        if not math.isfinite(loss):
+            raise LabError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
+        self.schedule.step()
+        if self.rho_schedule is not None:
+            self.rho_schedule.step()
+        self.step += 1
+        self.sums["train_loss"] += loss
+        if isinstance(self.optimizer, TwoPassOptimizer) and self.optimizer.stats is not None:
+            self.sums["trace_ratio"] += self.optimizer.stats.trace_ratio
+            self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
+        return loss
+
+    def _closure(self, inputs: Any, labels: Tensor) -> Callable[[], Tensor]:
+        exact = isinstance(self.optimizer, TracerOptimizer) and self.optimizer.engine == "exact"
+
+        def closure() -> Tensor:
+            with self._precision():
+                loss = cross_entropy(self.model(inputs).float(), labels)
+            if exact:  # it differentiates the loss itself
+                return loss
+            self.optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        return closure
+
+    def _precision(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
+
+    def finish_epoch(self) -> dict[str, float]:
+        """Evaluate, and go on to the next epoch. Gives the epoch's row of the record."""
+        means = {name: total / self.steps_an_epoch for name, total in self.sums.items()}
+        group = self.optimizer.param_groups[0]
+        row = {"train_loss": means["train_loss"], "lr": group["lr"]}
+        if isinstance(self.optimizer, TwoPassOptimizer):
+            row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
+        if isinstance(self.optimizer, TracerOptimizer):
+            row["trace_ratio"] = means["trace_ratio"]
+        row["test_accuracy"], row["test_loss"] = self._evaluate(self.test_batch, self.test_labels)
+        if len(self.wrong):
+            row["memorised"], _ = self._evaluate(self.train_batch, self.labels, self.wrong)
+            row["recovered"], _ = self._evaluate(self.train_batch, self.truth, self.wrong)
+        self.epoch, self.step = self.epoch + 1, 0
+        self.sums = dict.fromkeys(self.sums, 0.0)
+        return row
+
+    @torch.no_grad()
+    def _evaluate(self, batch: models.Batch, labels: Tensor, rows: Tensor | None = None) -> tuple[float, float]:
+        """Accuracy and mean loss over the given rows."""
+        rows = torch.arange(len(labels)) if rows is None else rows
+        self.model.eval()
+        right, loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        for part in torch.split(rows, EVALUATION_BATCH):
+            wanted = labels[part.to(self.device)]
+            with self._precision():
+                logits = self.model(batch(part)).float()
+            right += (logits.argmax(1) == wanted).sum()
+            loss += cross_entropy(logits, wanted, reduction="sum")
+        return right.item() / len(rows), loss.item() / len(rows)
+
+    # Saving and loading.
+
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        return parts | ({} if self.rho_schedule is None else {"rho_schedule": self.rho_schedule})
+
+    def save(self, folder: Path, results: dict[str, Any]) -> None:
+        """Write the checkpoint, all or nothing, with the results so far."""
+        random = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state |= {"random": random, "results": results}
+        state |= {name: getattr(self, name) for name in ("epoch", "step", "sums", "seconds")}
+        buffer = BytesIO()
+        torch.save(state, buffer)
+        files.write(folder / CHECKPOINT, buffer.getvalue())
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on where `save` left off; gives the results it was handed."""
+        path = folder / CHECKPOINT
+        content = files.read(path)
+        try:
+            state = torch.load(BytesIO(content), map_location=self.device, weights_only=True)
+            for name, part in self._parts().items():
+                part.load_state_dict(state[name])
+            for name in ("epoch", "step", "sums", "seconds"):
+                setattr(self, name, state[name])
+            torch.set_rng_state(state["random"]["cpu"].cpu())
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.device)
+            results: dict[str, Any] = state["results"]
+            return results
+        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
+
+
+def learning_rate_factor(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
+    """The factor on the learning rate: a linear rise, then the schedule down to 0 (or none).
+
+    >>> [round(learning_rate_factor("linear", 2, 6)(step), 2) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, total - warmup)
+        return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
+
+    return factor
+
+
+def _device(name: str) -> torch.device:
+    """The named device, or a GPU where there is one."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise LabError(f"device {name!r} cannot be used here: {str(error).strip().splitlines()[0]}") from error
+    return device

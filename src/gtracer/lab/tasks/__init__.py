@@ -1,0 +1,45 @@
+"""Tasks: what is to be learnt. `load` gives the data of a configuration, with its wrong labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.tasks import digits, images, texts
+from gtracer.lab.tasks.noise import mislabelled
+from gtracer.lab.tasks.task import Split, Task
+
+__all__ = ["TASKS", "Split", "Task", "load"]
+
+TASKS: dict[str, Callable[[Config], Task]] = {
+    "digits": lambda config: digits.load(config.seed),
+    "fashion-mnist": lambda config: images.fashion_mnist(folder(config)),
+    "cifar10": lambda config: images.cifar10(folder(config)),
+    "cifar100": lambda config: images.cifar100(folder(config)),
+    "boolq": lambda config: texts.boolq(folder(config)),
+    "wic": lambda config: texts.wic(folder(config)),
+    "rte": lambda config: texts.rte(folder(config)),
+}
+
+
+def folder(config: Config) -> Path:
+    """Where the task's files are, or are to be downloaded to."""
+    return Path(config.data).expanduser() if config.data else Path.home() / ".cache" / "gtracer"
+
+
+def load(config: Config) -> Task:
+    """The task's data; a seeded share of the training labels is wrong."""
+    path = Path(config.task).expanduser()
+    if config.task in TASKS:
+        task = TASKS[config.task](config)
+    elif path.suffix in texts.FORMATS or path.is_dir():
+        columns = tuple(config.text_columns.split(","))
+        task = texts.local(path, columns, config.label_column, config.seed)
+    else:
+        raise unknown("task", config.task, TASKS)
+    for name, split in (("training", task.train), ("test", task.test)):
+        if not len(split.labels):
+            raise LabError(f"task {config.task!r} has an empty {name} split")
+    return task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))

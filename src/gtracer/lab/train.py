@@ -1,0 +1,109 @@
+"""`gtracer train`: from a configuration to a record, through interrupts and resumes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from gtracer.lab import environment
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+from gtracer.lab.record import NAME, Record
+from gtracer.lab.run import CHECKPOINT, Run
+
+
+class Watcher(Protocol):
+    """Is told what happens: a progress bar, TensorBoard, nobody."""
+
+    def step(self, run: Run, loss: float) -> None: ...
+
+    def epoch(self, run: Run, row: dict[str, float]) -> None: ...
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; the run was saved and can be resumed."""
+
+
+def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool = False) -> Record:
+    """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
+
+    Raises:
+        LabError: Where the folder holds another run, or something outside the program is wrong.
+        Interrupted: On Ctrl-C, after saving.
+    """
+    record = _record_in(folder, config, resume)
+    if record is not None and record.finished:
+        return record
+    run = Run(config)
+    record = record or Record(config, environment.describe(run.device))
+    if (folder / CHECKPOINT).exists():
+        record.take(run.load(folder))
+    record.write(folder)  # before the first epoch is spent on a folder that cannot be written
+    with stop_on_interrupt() as stopped:
+        while run.epoch < config.epochs:
+            _one_epoch(run, record, folder, watchers, stopped)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+    return record
+
+
+def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], stopped: Callable[[], bool]) -> None:
+    start = time.perf_counter()
+    for loss in run.rest_of_epoch():
+        for watcher in watchers:
+            watcher.step(run, loss)
+        if stopped():
+            run.seconds += time.perf_counter() - start
+            run.save(folder, record.results())
+            raise Interrupted(f"go on with gtracer train --resume {folder}")
+    row = run.finish_epoch()
+    record.add(row, run.seconds + time.perf_counter() - start)
+    record.peak_memory = max(record.peak_memory, environment.peak_memory(run.device))
+    run.seconds = 0.0
+    # The checkpoint holds the results too: should the power fail between the two files, they are taken from there.
+    run.save(folder, record.results())
+    record.write(folder)
+    for watcher in watchers:
+        watcher.epoch(run, row)
+
+
+def _record_in(folder: Path, config: Config, resume: bool) -> Record | None:
+    """What the folder holds of this run; refused where it holds another."""
+    if not (folder / NAME).exists():
+        if resume:
+            raise LabError(f"{folder} holds no {NAME}: there is nothing to resume")
+        return None
+    record = Record.read(folder)
+    ours, theirs = config.to_mapping(), record.config.to_mapping()
+    other = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    if other:
+        raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
+    if not record.finished and not resume:
+        raise LabError(f"{folder} holds this run, unfinished: go on with gtracer train --resume {folder}")
+    return record
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Let the step under way be finished on the first Ctrl-C; a second one stops at once."""
+    seen = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may catch signals
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, before)

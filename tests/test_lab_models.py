@@ -1,0 +1,140 @@
+"""Networks: sizes known from their papers, shapes, augmentation, and a transformer made on the spot."""
+
+import pytest
+import torch
+from torch import nn
+
+from gtracer.lab import language, models, tasks
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+from gtracer.lab.tasks.task import Split
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "millions"),
+    # He et al. 2016, Table 6 (10 classes); Zagoruyko and Komodakis 2016, Table 4.
+    [
+        ("resnet20", 10, 0.27),
+        ("resnet32", 10, 0.46),
+        ("resnet56", 10, 0.85),
+        ("wrn-28-10", 10, 36.5),
+        ("wrn-40-4", 10, 8.9),
+    ],
+)
+def test_sizes_of_the_papers(name, classes, millions):
+    with torch.device("meta"):
+        model = models.network(name, (3, 32, 32), classes)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-bn", "resnet20", "wrn-10-1"])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
+def test_shapes(name, shape):
+    model = models.network(name, shape, 7)
+    out = model(torch.randn(4, *shape))
+    assert out.shape == (4, 7)
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_shortcut_is_subsampled_and_padded():
+    """With the branch switched off, a block that changes size is the subsampled input and zero channels."""
+    block = models.Block(2, 4, stride=2).eval()
+    nn.init.zeros_(block.bn2.weight)
+    x = torch.rand(1, 2, 4, 4)
+    expected = torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], 1)
+    torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize("name", ["resnet21", "resnet2", "wrn-28-0", "wrn-27-2", "mpl", ""])
+def test_unknown_names(name):
+    with pytest.raises(LabError, match="unknown model"):
+        models.network(name, (3, 32, 32), 10)
+
+
+def test_depth_and_width():
+    model = models.network("mlp", (8, 8), 10, width=32, depth=3)
+    assert [tuple(p.shape) for p in model.parameters() if p.ndim == 2] == [(32, 64), (32, 32), (32, 32), (10, 32)]
+
+
+def test_images_only():
+    with pytest.raises(LabError, match=r"wants images, .*\(64,\)"):
+        models.network("resnet20", (64,), 10)
+
+
+class TestAugmentation:
+    def test_every_image_is_a_shifted_or_mirrored_copy(self):
+        """Each result is found among the 9 × 9 × 2 that can be made by hand."""
+        x = torch.rand(20, 2, 8, 8)
+        padded = nn.functional.pad(x, (4,) * 4)
+        seen = set()
+        for i, made in enumerate(models.cropped_and_flipped(x)):
+            crops = {(d, r): padded[i, :, d : d + 8, r : r + 8] for d in range(9) for r in range(9)}
+            found = [(*at, False) for at, crop in crops.items() if torch.equal(made, crop)]
+            found += [(*at, True) for at, crop in crops.items() if torch.equal(made, crop.flip(2))]
+            assert found
+            seen.add(found[0])
+        assert len(seen) > 10
+        assert {mirrored for *_, mirrored in seen} == {False, True}
+
+    def test_seeded(self):
+        x = torch.rand(4, 1, 8, 8)
+        torch.manual_seed(1)
+        first = models.cropped_and_flipped(x)
+        torch.manual_seed(1)
+        assert torch.equal(models.cropped_and_flipped(x), first)
+
+
+def tiny_bert(folder):
+    """A BERT of two small layers and a tokenizer of a few words, saved as Hugging Face saves them."""
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "very", "film", "the"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+class TestLanguage:
+    def test_batches_are_padded_to_their_longest(self, tmp_path):
+        built = language.build(str(tiny_bert(tmp_path)), 3, max_length=64)
+        batch = built.batches(
+            Split.clean([("good film",), ("the film very very good",), ("bad",)], torch.tensor([0, 1, 2])),
+            torch.device("cpu"),
+        )
+        short, long = batch(torch.tensor([0, 2])), batch(torch.tensor([2, 1]))
+        assert short["input_ids"].shape == (2, 4)
+        assert long["input_ids"].shape == (2, 7)
+        assert long["attention_mask"].sum(1).tolist() == [3, 7]
+        assert built.model(long).shape == (2, 3)
+
+    def test_pairs_and_truncation(self, tmp_path):
+        built = language.build(str(tiny_bert(tmp_path)), 2, max_length=6)
+        batch = built.batches(
+            Split.clean([("good good good good", "bad bad bad bad")], torch.tensor([0])), torch.device("cpu")
+        )
+        made = batch(torch.tensor([0]))
+        assert made["input_ids"].shape == (1, 6)
+        assert set(made["token_type_ids"].flatten().tolist()) == {0, 1}
+
+    def test_no_model(self):
+        with pytest.raises(LabError, match="needs --model"):
+            language.build("", 2, 64)
+
+    def test_a_folder_without_a_model(self, tmp_path):
+        pytest.importorskip("transformers")
+        with pytest.raises(LabError, match="could not be loaded") as caught:
+            language.build(str(tmp_path), 2, 64)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_text_task_builds_its_model(tmp_path):
+    (tmp_path / "films.csv").write_text("text,label\n" + "good film,1\nbad film,0\n" * 5)
+    config = Config(task=str(tmp_path / "films.csv"), model=str(tiny_bert(tmp_path / "bert")))
+    built = models.build(config, tasks.load(config))
+    assert built.model.model.config.num_labels == 2

@@ -1,0 +1,450 @@
+"""Runs: the same numbers for the same seed, through interrupts and kills; records; what goes wrong on disks."""
+
+import errno
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_lab_models import tiny_bert
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli
+from gtracer.lab import files, optimizers, tasks
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+from gtracer.lab.record import Record
+from gtracer.lab.run import CHECKPOINT, Run, learning_rate_factor
+from gtracer.lab.train import Interrupted, train
+from gtracer.lab.watch import TensorBoard
+
+SMALL = Config(label_noise=0.5, epochs=3, width=16, rho=0.01, batch_size=256)
+
+
+class StopAfter:
+    """Presses Ctrl-C after so many steps."""
+
+    def __init__(self, steps):
+        self.left = steps
+
+    def step(self, run, loss):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def epoch(self, run, row):
+        pass
+
+
+def test_same_seed_same_record(tmp_path):
+    first, second = (train(SMALL, tmp_path / name, []) for name in "ab")
+    assert first.curves == second.curves
+    assert first.config == second.config
+    assert first.environment == second.environment
+    other = train(replace(SMALL, seed=1), tmp_path / "c", [])
+    assert other.curves != first.curves
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "sgd-tracer", "rho_warmup": 0.5, "warmup": 0.2},
+        {"optimizer": "adam-tracer", "lr": 0.01, "rho": 0.003},
+        {"optimizer": "sam", "rho": 0.5},
+        {"optimizer": "sgd", "nesterov": True},
+        {"optimizer": "rmsprop-tracer", "lr": 1e-3, "engine": "exact", "rho": 0.001},
+    ],
+    ids=lambda c: c["optimizer"],
+)
+@pytest.mark.parametrize("steps", [2, 6, 9])
+def test_interrupted_and_resumed_is_never_interrupted(tmp_path, change, steps):
+    """In mid-epoch (2, 9) and at its end (6 steps an epoch)."""
+    config = replace(SMALL, **change)
+    straight = train(config, tmp_path / "straight", [])
+    with pytest.raises(Interrupted, match="--resume"):
+        train(config, tmp_path / "cut", [StopAfter(steps)])
+    assert (tmp_path / "cut" / CHECKPOINT).exists()
+    assert not Record.read(tmp_path / "cut").finished
+    resumed = train(config, tmp_path / "cut", [], resume=True)
+    assert resumed.curves == straight.curves
+    assert resumed.finished
+    assert len(resumed.seconds) == config.epochs
+    assert not (tmp_path / "cut" / CHECKPOINT).exists()
+
+
+def test_a_run_that_is_killed_goes_on_from_its_last_epoch(tmp_path):
+    config = replace(SMALL, epochs=400)
+    config.write(tmp_path / "c.yaml")
+    command = [
+        sys.executable,
+        "-m",
+        "gtracer",
+        "train",
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (tmp_path / "run" / CHECKPOINT).exists():
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        process.wait()
+    done = Record.read(tmp_path / "run").epochs
+    assert done < 400
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "run", [StopAfter(1)], resume=True)
+    assert Record.read(tmp_path / "run").epochs >= done
+
+
+def test_power_failure_between_checkpoint_and_record(tmp_path):
+    """The checkpoint is an epoch ahead of the record: its results count."""
+    straight = train(SMALL, tmp_path / "straight", [])
+    with pytest.raises(Interrupted):
+        train(SMALL, tmp_path / "cut", [StopAfter(7)])
+    record = Record.read(tmp_path / "cut")
+    record.curves, record.seconds = {}, []
+    record.write(tmp_path / "cut")
+    assert train(SMALL, tmp_path / "cut", [], resume=True).curves == straight.curves
+
+
+def test_against_a_loop_by_hand(tmp_path):
+    """One epoch of the lab is one epoch of torch's SGD, written out."""
+    config = replace(SMALL, optimizer="sgd", epochs=1, lr=0.1, weight_decay=0.01)
+    record = train(config, tmp_path, [])
+    task = tasks.load(config)
+    torch.manual_seed(config.seed)
+    run = Run(config)
+    model = run.model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    order = torch.randperm(len(task.train.labels), generator=torch.Generator().manual_seed(0))
+    steps = math.ceil(len(order) / 256)
+    losses = []
+    model.train()
+    for i in range(steps):
+        rows = order[256 * i : 256 * (i + 1)]
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * i / steps)) / 2
+        loss = cross_entropy(model(task.train.inputs[rows]), task.train.labels[rows])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model.eval()
+    with torch.no_grad():
+        right = model(task.test.inputs).argmax(1) == task.test.labels
+        wrong = task.train.labels != task.train.truth
+        given = model(task.train.inputs[wrong]).argmax(1)
+    assert record.curves["train_loss"] == pytest.approx([sum(losses) / steps], rel=1e-5)
+    assert record.curves["test_accuracy"] == pytest.approx([right.float().mean().item()])
+    assert record.curves["memorised"] == pytest.approx([(given == task.train.labels[wrong]).float().mean().item()])
+    assert record.curves["recovered"] == pytest.approx([(given == task.train.truth[wrong]).float().mean().item()])
+
+
+def test_record_has_what_a_reader_needs(tmp_path):
+    train(SMALL, tmp_path, [])
+    content = json.loads((tmp_path / "record.json").read_text())
+    assert content["format"] == 1
+    assert content["finished"] is True
+    assert Config.from_mapping(content["config"]) == SMALL
+    assert set(content["environment"]) == {"commit", "versions", "hardware"}
+    assert {"torch", "python", "gtracer"} <= set(content["environment"]["versions"])
+    assert set(content["curves"]) == {
+        "train_loss", "lr", "penalty_ratio", "rho", "trace_ratio", "test_accuracy", "test_loss", "memorised", "recovered",
+    }  # fmt: skip
+    assert all(len(curve) == 3 for curve in content["curves"].values())
+    accuracy = content["curves"]["test_accuracy"]
+    assert content["summary"]["last"]["test_accuracy"] == accuracy[-1]
+    assert content["summary"]["best"] == {"epoch": accuracy.index(max(accuracy)) + 1, "test_accuracy": max(accuracy)}
+    assert content["summary"]["wall_time"] == sum(content["seconds"])
+    assert content["peak_memory"] > 2**20
+    assert Record.read(tmp_path).curves == content["curves"]
+
+
+def test_nan_is_null_in_the_file_and_nan_again(tmp_path):
+    record = Record(replace(SMALL, epochs=1), {})
+    record.add({"test_accuracy": 0.5, "trace_ratio": math.nan}, 1.0)
+    record.write(tmp_path)
+    assert "NaN" not in (tmp_path / "record.json").read_text()
+    assert math.isnan(Record.read(tmp_path).curves["trace_ratio"][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sgd", torch.optim.SGD),
+        ("adam", torch.optim.Adam),
+        ("adamw", torch.optim.AdamW),
+        ("sam", SAM),
+        ("asam", SAM),
+        ("adamw-sam", SAM),
+        ("sgd-tracer", SGDTracer),
+        ("adam-tracer", AdamTracer),
+        ("adamw-tracer", AdamWTracer),
+        ("rmsprop-tracer", Tracer),
+        ("adadelta-tracer", Tracer),
+        ("adafactor-tracer", Tracer),
+    ],
+)
+def test_optimisers_by_name(name, kind, tmp_path):
+    config = replace(SMALL, optimizer=name, epochs=1, lr=1e-3, weight_decay=0.1, rho=0.001)
+    model = nn.Linear(2, 2)
+    built = optimizers.build(config, model)
+    assert type(built) is kind
+    assert built.param_groups[0]["lr"] == 1e-3
+    assert built.param_groups[0]["weight_decay"] == 0.1
+    assert getattr(built, "adaptive", False) == name.endswith("asam")
+    if hasattr(built, "knobs"):
+        assert built.knobs(built.param_groups[0])["rho"] == 0.001
+        assert built.model is model
+    train(config, tmp_path, [])
+
+
+def test_every_knob_reaches_the_optimiser():
+    knobs = {
+        "rho": 0.1,
+        "beta": 0.2,
+        "delta": 0.3,
+        "f0": 0.4,
+        "engine": "exact",
+        "radius": 0.5,
+        "difference": "central",
+    }
+    built = optimizers.build(replace(SMALL, **knobs, interval=3, momentum=0.7, nesterov=True), nn.Linear(2, 2))
+    for name, value in knobs.items():
+        assert (built.param_groups[0].get(name) if name in built.param_groups[0] else getattr(built, name)) == value
+    assert built.interval == 3
+    assert built.param_groups[0]["momentum"] == 0.7
+    assert built.param_groups[0]["nesterov"] is True
+    adam = optimizers.build(
+        replace(SMALL, optimizer="adam-tracer", betas=(0.8, 0.9), eps=1e-4, rho=0.1), nn.Linear(2, 2)
+    )
+    assert (adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]) == ((0.8, 0.9), 1e-4)
+    asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
+    assert asam.eta == 0.7
+
+
+def test_exact_engine_trains_alike(tmp_path):
+    """Central difference of small radius against double backward: the same curves within float32."""
+    exact = train(replace(SMALL, engine="exact", model="mlp"), tmp_path / "a", [])
+    close = train(replace(SMALL, difference="central", radius=0.01, model="mlp"), tmp_path / "b", [])
+    assert close.curves["train_loss"] == pytest.approx(exact.curves["train_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_learning_rate(schedule):
+    factor = learning_rate_factor(schedule, 4, 20)
+    values = [factor(i) for i in range(20)]
+    assert values[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert values[4] == 1.0
+    assert values[12] == pytest.approx({"cosine": 0.5, "linear": 0.5, "constant": 1.0}[schedule])
+
+
+def test_bf16_stays_close(tmp_path):
+    full = train(replace(SMALL, epochs=1), tmp_path / "a", [])
+    half = train(replace(SMALL, epochs=1, precision="bf16", radius=0.5), tmp_path / "b", [])
+    assert half.curves["train_loss"] == pytest.approx(full.curves["train_loss"], rel=0.05)
+    assert half.curves["train_loss"] != full.curves["train_loss"]
+
+
+def test_a_text_run(tmp_path):
+    """From a csv and a tiny BERT to a record; two words decide the class, so it is learnt."""
+    (tmp_path / "films.csv").write_text("text,label\n" + "the good film,1\nthe bad film,0\n" * 20)
+    config = Config(
+        task=str(tmp_path / "films.csv"), model=str(tiny_bert(tmp_path / "bert")), optimizer="adamw-tracer",
+        lr=1e-2, epochs=12, batch_size=8, rho=1e-4,
+    )  # fmt: skip
+    first, second = (train(config, tmp_path / name, []) for name in "ab")
+    assert first.curves == second.curves
+    assert first.curves["test_accuracy"][-1] == 1.0
+
+
+def test_tensorboard(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    record = train(SMALL, tmp_path, [TensorBoard(tmp_path)])
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [event.value for event in events.Scalars("test_accuracy")]
+    assert found == pytest.approx(record.curves["test_accuracy"])
+
+
+class TestBadInput:
+    def test_another_run_in_the_folder(self, tmp_path):
+        train(SMALL, tmp_path, [])
+        with pytest.raises(LabError, match=r"another run \(lr 0\.02, not 0\.5\)"):
+            train(replace(SMALL, lr=0.5), tmp_path, [])
+
+    def test_finished_is_not_run_again(self, tmp_path):
+        before = train(SMALL, tmp_path, [])
+        stamp = (tmp_path / "record.json").stat().st_mtime_ns
+        assert train(SMALL, tmp_path, []).curves == before.curves
+        assert (tmp_path / "record.json").stat().st_mtime_ns == stamp
+
+    def test_unfinished_without_resume(self, tmp_path):
+        with pytest.raises(Interrupted):
+            train(SMALL, tmp_path, [StopAfter(1)])
+        with pytest.raises(LabError, match="unfinished: go on with gtracer train --resume"):
+            train(SMALL, tmp_path, [])
+
+    def test_nothing_to_resume(self, tmp_path):
+        with pytest.raises(LabError, match="nothing to resume"):
+            train(SMALL, tmp_path, [], resume=True)
+
+    @pytest.mark.parametrize("keep", [0, 100, 0.5, 0.99])
+    def test_truncated_checkpoint(self, tmp_path, keep):
+        with pytest.raises(Interrupted):
+            train(SMALL, tmp_path, [StopAfter(1)])
+        path = tmp_path / CHECKPOINT
+        content = path.read_bytes()
+        path.write_bytes(content[: int(keep if keep > 1 else keep * len(content))])
+        with pytest.raises(LabError, match=r"checkpoint\.pt is damaged") as caught:
+            train(SMALL, tmp_path, [], resume=True)
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('{"format": 99}', "has format 99, this gtracer reads 1"),
+            ('{"format": 1}', "is damaged: 'config'"),
+            ('{"format": 1, "config": {"speed": 1}}', "is damaged: unknown configuration key 'speed'"),
+            ("[]", "has format 'list'"),
+            ("", "is damaged"),
+            ('{"format": 1, "con', "is damaged"),
+        ],
+    )
+    def test_damaged_record(self, tmp_path, content, message):
+        (tmp_path / "record.json").write_text(content)
+        with pytest.raises(LabError, match=message):
+            train(SMALL, tmp_path, [])
+
+    def test_a_file_in_place_of_the_folder(self, tmp_path):
+        (tmp_path / "out").write_text("")
+        with pytest.raises(LabError, match="cannot write to"):
+            train(SMALL, tmp_path / "out" / "run", [])
+
+    def test_read_only_folder(self, tmp_path, monkeypatch):
+        def refused(*_, **__):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(files.tempfile, "mkstemp", refused)
+        with pytest.raises(LabError, match="cannot write to .*Read-only file system"):
+            train(SMALL, tmp_path, [])
+
+    def test_full_disk_leaves_the_old_file(self, tmp_path):
+        """A limit on the size of files is the disk that fills up in the middle of a write."""
+        files.write(tmp_path / "a", b"old")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            with pytest.raises(LabError, match="cannot write .*untouched"):
+                files.write(tmp_path / "a", b"new" * 1000)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert (tmp_path / "a").read_bytes() == b"old"
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+    def test_device(self, tmp_path):
+        with pytest.raises(LabError, match="device 'tpu' cannot be used here"):
+            train(replace(SMALL, device="tpu"), tmp_path, [])
+
+    def test_augmentation_of_vectors(self, tmp_path):
+        with pytest.raises(LabError, match="augment = True is for images"):
+            train(replace(SMALL, augment=True), tmp_path, [])
+
+    def test_unknown_optimiser(self, tmp_path):
+        with pytest.raises(LabError, match="unknown optimizer 'sgd-trace': did you mean sgd-tracer"):
+            train(replace(SMALL, optimizer="sgd-trace"), tmp_path, [])
+
+    def test_divergence(self, tmp_path):
+        for optimizer in ("sgd", "sgd-tracer"):
+            with pytest.raises(LabError, match="not finite in epoch 1: lower lr or rho"):
+                train(replace(SMALL, lr=1e30, optimizer=optimizer, model="mlp"), tmp_path / optimizer, [])
+
+
+class TestCommandLine:
+    def run(self, *words):
+        return cli.main(["train", *words])
+
+    def test_options_reach_the_record(self, tmp_path, capsys):
+        words = [
+            "--label-noise",
+            "0.5",
+            "--optimizer",
+            "adam-tracer",
+            "--betas",
+            "0.8",
+            "0.9",
+            "--f0",
+            "0.5",
+            "--nesterov",
+            "--epochs",
+            "1",
+            "--width",
+            "16",
+        ]
+        assert self.run(*words, "--out", str(tmp_path)) == 0
+        config = Record.read(tmp_path).config
+        assert (config.betas, config.f0, config.nesterov, config.optimizer) == ((0.8, 0.9), 0.5, True, "adam-tracer")
+        out = capsys.readouterr().out
+        assert "test accuracy" in out
+        assert str(tmp_path / "record.json") in out
+
+    def test_a_file_and_options_over_it(self, tmp_path):
+        replace(SMALL, seed=5).write(tmp_path / "c.yaml")
+        assert self.run("--config", str(tmp_path / "c.yaml"), "--epochs", "1", "--out", str(tmp_path / "run")) == 0
+        assert Record.read(tmp_path / "run").config == replace(SMALL, seed=5, epochs=1)
+
+    def test_default_folder_tells_the_run(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert self.run("--epochs", "1", "--width", "8") == 0
+        assert self.run("--epochs", "1", "--width", "9") == 0
+        names = sorted(p.name for p in Path("runs").iterdir())
+        assert len(names) == 2
+        assert all(name.startswith("digits-sgd-tracer-seed0-") for name in names)
+
+    def test_resume(self, tmp_path, capsys):
+        with pytest.raises(Interrupted):
+            train(SMALL, tmp_path, [StopAfter(2)])
+        assert self.run("--resume", str(tmp_path)) == 0
+        assert Record.read(tmp_path).finished
+        assert self.run("--resume", str(tmp_path), "--lr", "1") == 1
+        assert "leave the others out" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--task", "digit"], "unknown task 'digit': did you mean digits?"),
+            (["--rho", "-1"], "rho must be"),
+            (["--rho", "much"], "rho must be"),
+            (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
+            (["--resume", "nowhere"], "cannot read nowhere/record.json"),
+            (["--schedule", "step"], "schedule must be one of"),
+        ],
+    )
+    def test_one_clear_line(self, words, message, capsys):
+        assert self.run(*words) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("gtracer: ")
+        assert message in error
+        assert error.count("\n") == 1
+
+    def test_help_shows_defaults_and_an_example(self, capsys):
+        with pytest.raises(SystemExit):
+            self.run("--help")
+        out = capsys.readouterr().out
+        assert "default: 0.02" in out
+        assert "example: gtracer train" in out
+        assert "--label-noise" in out
