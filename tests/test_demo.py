@@ -4,48 +4,31 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from rich.console import Console
 
 from gtracer import __version__, cli
-from gtracer.lab import demo, digits
+from gtracer.lab import demo
 
 
-def test_wrong_labels_are_wrong_and_as_many_as_asked_for():
-    y = torch.randint(10, (1000,))
-    noisy = digits.mislabelled(y, 0.5, torch.Generator().manual_seed(0))
-    wrong = noisy != y
-    assert wrong.sum() == 500
-    assert noisy.min() >= 0
-    assert noisy.max() <= 9
-    # Evenly over the nine other classes: each shift about 500/9 ≈ 56 times.
-    shifts = torch.bincount((noisy - y)[wrong] % 10, minlength=10)
-    assert shifts[0] == 0
-    assert shifts[1:].min() > 30
-
-
-def test_splits_are_seeded_and_apart():
-    a, b, c = digits.load(0.5, 0), digits.load(0.5, 0), digits.load(0.5, 1)
-    assert torch.equal(a.x, b.x)
-    assert torch.equal(a.y, b.y)
-    assert not torch.equal(a.x, c.x)
-    assert len(a.x) + len(a.x_test) == 1797
-    assert (a.y != a.y_clean).sum() == round(len(a.y) / 2)
-
-
-def test_same_seed_same_result():
-    for make in demo.OPTIMIZERS.values():
-        first, second = demo.train(make, seed=3, epochs=2), demo.train(make, seed=3, epochs=2)
-        assert (first.last, first.best, first.memorised) == (second.last, second.best, second.memorised)
-
-
-def test_table_shows_every_optimiser(capsys):
-    results = demo.run(seeds=2, epochs=1, console=Console(width=120))
+def test_every_optimiser_is_run_shown_and_recorded(tmp_path, capsys):
+    results = demo.run(seeds=2, epochs=1, folder=tmp_path, console=Console(width=120))
     out = capsys.readouterr().out
     assert list(results) == list(demo.OPTIMIZERS)
-    for name, runs in results.items():
+    for name, records in results.items():
         assert name in out
-        assert demo.mean_and_error([r.last for r in runs]) in out
+        assert [r.config.seed for r in records] == [0, 1]
+        for values in demo.columns(records)[:3]:
+            assert demo.mean_and_error(values) in out
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(tmp_path.glob("*/record.json"))) == 2 * len(demo.OPTIMIZERS)
+
+
+def test_what_is_finished_is_not_run_again(tmp_path):
+    first = demo.run(seeds=1, epochs=1, folder=tmp_path, console=Console(quiet=True))
+    stamps = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/record.json")}
+    second = demo.run(seeds=1, epochs=1, folder=tmp_path, console=Console(quiet=True))
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/record.json")} == stamps
+    assert [r.curves for rs in first.values() for r in rs] == [r.curves for rs in second.values() for r in rs]
 
 
 def test_mean_and_error():
@@ -53,8 +36,8 @@ def test_mean_and_error():
     assert demo.mean_and_error([4.25]) == "4.2"
 
 
-def test_command_line(capsys, monkeypatch):
-    assert cli.main(["demo", "--seeds", "1", "--epochs", "1"]) == 0
+def test_command_line(tmp_path, capsys, monkeypatch):
+    assert cli.main(["demo", "--seeds", "1", "--epochs", "1", "--out", str(tmp_path)]) == 0
     assert "SGD-TRACER" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["gtracer", "--version"])
     with pytest.raises(SystemExit) as stopped:
@@ -68,7 +51,7 @@ def test_module_is_the_command():
     assert done.stdout.strip() == f"gtracer {__version__}"
 
 
-@pytest.mark.parametrize("words", [["demo", "--seeds", "0"], ["demo", "--epochs", "x"], ["train"]])
+@pytest.mark.parametrize("words", [["demo", "--seeds", "0"], ["demo", "--epochs", "x"], ["trian"]])
 def test_bad_words(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
@@ -93,9 +76,16 @@ def test_interrupt(monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_missing_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    monkeypatch.delitem(sys.modules, "gtracer.lab.demo")
-    monkeypatch.delattr("gtracer.lab.demo")
-    assert cli.main(["demo"]) == 1
-    assert "pip install 'gtracer-optim[demo]'" in capsys.readouterr().err
+@pytest.mark.parametrize("missing", ["rich", "yaml", "sklearn"])
+def test_missing_extra(missing, tmp_path):
+    """One line that says what to install; in a fresh process, where the package is made to be absent."""
+    code = f"import sys; sys.modules[{missing!r}] = None; from gtracer.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["train", "--epochs", "1", "--config", str(tmp_path / "c.yaml")]
+    (tmp_path / "c.yaml").write_text("width: 8\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("gtracer: ")
+    assert "pip install 'gtracer-optim[lab]'" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Tasks from files in their official layouts, made small here; damaged ones; downloads from a server on this machine."""
+"""Tasks from files in their official layouts, made small here; damaged ones; downloads from a local server."""
 
 import functools
 import gzip

@@ -21,10 +21,10 @@ from torch.nn.functional import cross_entropy
 from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli
 from gtracer.lab import files, optimizers, tasks
 from gtracer.lab.config import Config
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT, Run, learning_rate_factor
-from gtracer.lab.train import Interrupted, train
+from gtracer.lab.train import train
 from gtracer.lab.watch import TensorBoard
 
 SMALL = Config(label_noise=0.5, epochs=3, width=16, rho=0.01, batch_size=256)
@@ -160,9 +160,8 @@ def test_record_has_what_a_reader_needs(tmp_path):
     assert Config.from_mapping(content["config"]) == SMALL
     assert set(content["environment"]) == {"commit", "versions", "hardware"}
     assert {"torch", "python", "gtracer"} <= set(content["environment"]["versions"])
-    assert set(content["curves"]) == {
-        "train_loss", "lr", "penalty_ratio", "rho", "trace_ratio", "test_accuracy", "test_loss", "memorised", "recovered",
-    }  # fmt: skip
+    names = "train_loss lr penalty_ratio rho trace_ratio test_accuracy test_loss memorised recovered"
+    assert set(content["curves"]) == set(names.split())
     assert all(len(curve) == 3 for curve in content["curves"].values())
     accuracy = content["curves"]["test_accuracy"]
     assert content["summary"]["last"]["test_accuracy"] == accuracy[-1]

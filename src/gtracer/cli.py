@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gtracer import __version__
-
-if TYPE_CHECKING:
-    from gtracer.lab.config import Config
+from gtracer.lab.config import Config
+from gtracer.lab.errors import Interrupted, LabError
 
 Command = Callable[[argparse.Namespace], None]
 
@@ -45,8 +44,6 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    from gtracer.lab.config import Config
-
     train = commands.add_parser(
         "train",
         help="train one model and write its record",
@@ -132,8 +129,6 @@ def _train(chosen: argparse.Namespace) -> None:
 
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
     """The run's configuration and folder, from the options, a file, or the run to resume."""
-    from gtracer.lab.config import Config
-    from gtracer.lab.errors import LabError
     from gtracer.lab.record import Record
 
     given = {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
@@ -155,12 +150,6 @@ def _name(config: Config) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; without one, the demo. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        from gtracer.lab.errors import LabError
-        from gtracer.lab.train import Interrupted
-    except ModuleNotFoundError as missing:
-        print(f"gtracer: the command line needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)
-        return 1
     chosen = parser().parse_args(words or ["demo"])
     try:
         chosen.run(chosen)

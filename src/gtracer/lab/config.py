@@ -108,7 +108,8 @@ class Config:
             if key not in kinds:
                 raise unknown("configuration key", str(key), kinds)
         # YAML reads 1e-3, which everybody writes, as a word; it wants 1.0e-3.
-        return cls(**{k: _number(v) if "float" in kinds[k] and isinstance(v, str) else v for k, v in values.items()})
+        read: dict[str, Any] = {k: _number(v) if "float" in kinds[k] else v for k, v in values.items()}
+        return cls(**read)
 
     def write(self, path: Path) -> None:
         """As YAML, or as JSON where the name ends so."""
@@ -133,11 +134,12 @@ class Config:
             raise LabError(f"{path}: {error}") from error
 
 
-def _number(text: str) -> float | str:
+def _number(value: Any) -> Any:
+    """The number that a word stands for, where it does."""
     try:
-        return float(text)
+        return float(value) if isinstance(value, str) else value
     except ValueError:
-        return text
+        return value
 
 
 def _yaml() -> Any:

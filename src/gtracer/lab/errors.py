@@ -10,6 +10,10 @@ class LabError(Exception):
     """Something outside the program is wrong: a name, a file, a disk."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C; the run was saved and can be resumed."""
+
+
 def unknown(what: str, name: str, choices: Iterable[str]) -> LabError:
     """For a name that is none of the choices: the near matches first, all of them where nothing is near.
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gtracer.lab import environment
 from gtracer.lab.config import Config
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run
 
@@ -24,10 +24,6 @@ class Watcher(Protocol):
     def step(self, run: Run, loss: float) -> None: ...
 
     def epoch(self, run: Run, row: dict[str, float]) -> None: ...
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C; the run was saved and can be resumed."""
 
 
 def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool = False) -> Record:
