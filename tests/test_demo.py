@@ -1,5 +1,6 @@
 """The demo and the command line."""
 
+import statistics
 import subprocess
 import sys
 
@@ -13,14 +14,15 @@ from gtracer.lab import demo
 def test_every_optimiser_is_run_shown_and_recorded(tmp_path, capsys):
     results = demo.run(seeds=2, epochs=1, folder=tmp_path, console=Console(width=120))
     out = capsys.readouterr().out
-    assert list(results) == list(demo.OPTIMIZERS)
-    for name, records in results.items():
+    assert list(results) == [(name, depth) for depth in (2, 5) for name in demo.OPTIMIZERS]
+    for (name, depth), records in results.items():
         assert name in out
-        assert [r.config.seed for r in records] == [0, 1]
-        for values in demo.columns(records)[:3]:
-            assert demo.mean_and_error(values) in out
+        assert [(r.config.seed, r.config.depth) for r in records] == [(0, depth), (1, depth)]
+        assert all(r.config.optimizer == demo.OPTIMIZERS[name].optimizer for r in records)
+        assert demo.mean_and_error(demo.last(records)) in out
+        assert demo.mean_and_error(demo.best(records)) in out
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.glob("*/record.json"))) == 2 * len(demo.OPTIMIZERS)
+    assert len(list(tmp_path.glob("*/record.json"))) == 4 * len(demo.OPTIMIZERS)
 
 
 def test_what_is_finished_is_not_run_again(tmp_path):
@@ -65,6 +67,20 @@ def test_help_shows_defaults_and_an_example(capsys):
     out = capsys.readouterr().out
     assert "default: 100" in out
     assert "example:" in out
+
+
+@pytest.mark.slow
+def test_its_claim(tmp_path):
+    """TRACER above SGD and SAM by more than two standard errors, on the deeper net; far above SGD on both."""
+    results = demo.run(seeds=3, epochs=50, folder=tmp_path, console=Console(quiet=True))
+
+    def mean_and_square(name, depth):
+        values = demo.last(results[name, depth])
+        return statistics.mean(values), statistics.variance(values) / len(values)
+
+    for name, depth in [("SGD", 2), ("SGD", 5), ("SAM, ρ 0.05", 5), ("SAM, ρ 1", 5)]:
+        ours, theirs = mean_and_square("SGD-TRACER", depth), mean_and_square(name, depth)
+        assert ours[0] - theirs[0] > 2 * (ours[1] + theirs[1]) ** 0.5
 
 
 def test_interrupt(monkeypatch, capsys):

@@ -32,13 +32,13 @@ def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="SGD against SAM against SGD-TRACER on digits with half of the labels wrong",
-        description="Train one net with SGD, SAM and SGD-TRACER on digits of which half are labelled wrongly; print a "
+        description="Train two nets with SGD, SAM and SGD-TRACER on digits of which half are labelled wrongly; print a "
         "table of the test accuracies and draw the curves. Takes about a minute.",
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument("--seeds", type=_at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
-    demo.add_argument("--epochs", type=_at_least_one, default=100, metavar="N", help="passes over the data")
+    demo.add_argument("--epochs", type=_at_least_one, default=50, metavar="N", help="passes over the data")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of records and plot")
     demo.set_defaults(run=_demo)
 

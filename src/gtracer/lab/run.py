@@ -108,27 +108,23 @@ class Run:
             row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
         if isinstance(self.optimizer, TracerOptimizer):
             row["trace_ratio"] = means["trace_ratio"]
-        row["test_accuracy"], row["test_loss"] = self._evaluate(self.test_batch, self.test_labels)
+        logits = self._logits(self.test_batch, torch.arange(len(self.test_labels)))
+        row["test_accuracy"] = share_right(logits, self.test_labels)
+        row["test_loss"] = cross_entropy(logits, self.test_labels).item()
         if len(self.wrong):
-            row["memorised"], _ = self._evaluate(self.train_batch, self.labels, self.wrong)
-            row["recovered"], _ = self._evaluate(self.train_batch, self.truth, self.wrong)
+            logits, wrong = self._logits(self.train_batch, self.wrong), self.wrong.to(self.device)
+            row["memorised"] = share_right(logits, self.labels[wrong])
+            row["recovered"] = share_right(logits, self.truth[wrong])
         self.epoch, self.step = self.epoch + 1, 0
         self.sums = dict.fromkeys(self.sums, 0.0)
         return row
 
     @torch.no_grad()
-    def _evaluate(self, batch: models.Batch, labels: Tensor, rows: Tensor | None = None) -> tuple[float, float]:
-        """Accuracy and mean loss over the given rows."""
-        rows = torch.arange(len(labels)) if rows is None else rows
+    def _logits(self, batch: models.Batch, rows: Tensor) -> Tensor:
+        """The model's outputs for these rows."""
         self.model.eval()
-        right, loss = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        for part in torch.split(rows, EVALUATION_BATCH):
-            wanted = labels[part.to(self.device)]
-            with self._precision():
-                logits = self.model(batch(part)).float()
-            right += (logits.argmax(1) == wanted).sum()
-            loss += cross_entropy(logits, wanted, reduction="sum")
-        return right.item() / len(rows), loss.item() / len(rows)
+        with self._precision():
+            return torch.cat([self.model(batch(part)).float() for part in torch.split(rows, EVALUATION_BATCH)])
 
     # Saving and loading.
 
@@ -166,6 +162,10 @@ class Run:
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
+
+
+def share_right(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) == labels).double().mean().item()
 
 
 def learning_rate_factor(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
