@@ -65,7 +65,7 @@ def test_help_shows_defaults_and_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["demo", "--help"])
     out = capsys.readouterr().out
-    assert "default: 100" in out
+    assert "default: 50" in out
     assert "example:" in out
 
 

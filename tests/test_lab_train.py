@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_lab_models import tiny_bert
+from test_lab_tasks import cifar_pickle
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -42,6 +43,17 @@ class StopAfter:
             os.kill(os.getpid(), signal.SIGINT)
 
     def epoch(self, run, row):
+        pass
+
+
+class StoppingBar(StopAfter):
+    def __init__(self):
+        super().__init__(1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         pass
 
 
@@ -269,6 +281,18 @@ def test_a_text_run(tmp_path):
     assert first.curves["test_accuracy"][-1] == 1.0
 
 
+def test_an_image_run_with_augmentation(tmp_path):
+    """CIFAR's layout, made small: augmentation changes what is seen, and nothing else about the run."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 200, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    config = Config(task="cifar100", data=str(tmp_path), model="mlp", width=16, epochs=1, rho=1e-4)
+    plain = train(config, tmp_path / "plain", [])
+    first, second = (train(replace(config, augment=True), tmp_path / name, []) for name in "ab")
+    assert first.curves == second.curves
+    assert first.curves["train_loss"] != plain.curves["train_loss"]
+    assert first.curves["lr"] == plain.curves["lr"]
+
+
 def test_tensorboard(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     record = train(SMALL, tmp_path, [TensorBoard(tmp_path)])
@@ -329,15 +353,15 @@ class TestBadInput:
 
     def test_a_file_in_place_of_the_folder(self, tmp_path):
         (tmp_path / "out").write_text("")
-        with pytest.raises(LabError, match="cannot write to"):
+        with pytest.raises(LabError, match="cannot write .*Not a directory"):
             train(SMALL, tmp_path / "out" / "run", [])
 
     def test_read_only_folder(self, tmp_path, monkeypatch):
         def refused(*_, **__):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        monkeypatch.setattr(files.tempfile, "mkstemp", refused)
-        with pytest.raises(LabError, match="cannot write to .*Read-only file system"):
+        monkeypatch.setattr(files.Path, "mkdir", refused)
+        with pytest.raises(LabError, match="cannot write .*Read-only file system"):
             train(SMALL, tmp_path, [])
 
     def test_full_disk_leaves_the_old_file(self, tmp_path):
@@ -439,6 +463,21 @@ class TestCommandLine:
         assert error.startswith("gtracer: ")
         assert message in error
         assert error.count("\n") == 1
+
+    def test_progress_on_a_terminal(self, tmp_path, monkeypatch, capsys):
+        """What is drawn: accuracy, loss, T, epochs done and the time left."""
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", "140")
+        assert self.run("--epochs", "3", "--label-noise", "0.5", "--out", str(tmp_path), "--tensorboard") == 0
+        drawn = capsys.readouterr().out
+        for part in ("accuracy", "loss", " T ", "/3", "epochs", "00:0"):
+            assert part in drawn
+        assert (tmp_path / "tensorboard").is_dir()
+
+    def test_interrupt(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr("gtracer.lab.watch.Bar", lambda *_: StoppingBar())
+        assert self.run("--epochs", "3", "--out", str(tmp_path)) == 130
+        assert f"go on with gtracer train --resume {tmp_path}" in capsys.readouterr().err
 
     def test_help_shows_defaults_and_an_example(self, capsys):
         with pytest.raises(SystemExit):

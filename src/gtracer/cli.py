@@ -113,7 +113,7 @@ def _train(chosen: argparse.Namespace) -> None:
 
     config, folder = _configured(chosen)
     console = Console()
-    with Bar(console, config.epochs, f"{config.task}, {config.optimizer}, seed {config.seed}") as bar:
+    with Bar(console, config.epochs) as bar:
         watchers: list[Watcher] = [bar]
         if chosen.tensorboard:
             watchers.append(TensorBoard(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from gtracer.lab.errors import LabError
@@ -12,21 +12,18 @@ from gtracer.lab.errors import LabError
 
 def write(path: Path, content: bytes) -> None:
     """Write all or nothing: a reader, or a crash at any moment, sees the old file or the new one."""
+    part = path.parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise LabError(f"cannot write to {path.parent}: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
         raise LabError(f"cannot write {path}: {error.strerror}; what was there before is untouched") from error
-    finally:
-        Path(name).unlink(missing_ok=True)
 
 
 def read(path: Path) -> bytes:

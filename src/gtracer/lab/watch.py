@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gtracer.lab.errors import LabError
 from gtracer.lab.run import Run
@@ -17,26 +17,26 @@ QUIET_SECONDS = 10.0
 
 
 class Bar:
-    """A progress bar over one or several runs, with accuracy, loss, T and the time left.
+    """A progress bar over the epochs of a run, with accuracy, loss, T and the time left.
 
     Where the output is no terminal (a log file), a line every so many seconds takes its place.
     """
 
-    def __init__(self, console: Console, epochs: int, title: str = "") -> None:
+    def __init__(self, console: Console, epochs: int) -> None:
         columns = (
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("epochs"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(compact=True),
         )
-        self.title = title
         self._console = console
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = Progress(
+            *columns, console=console, transient=True, expand=True, disable=not console.is_terminal
+        )
         self._told = time.monotonic()
-        self._task = self._progress.add_task(title, total=epochs)
-        self._accuracy = float("nan")
+        self._task = self._progress.add_task("", total=epochs)
+        self._accuracy = ""
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -48,20 +48,14 @@ class Bar:
     def step(self, run: Run, loss: float) -> None:
         stats = run.optimizer.stats if isinstance(run.optimizer, TracerOptimizer) else None
         ratio = "" if stats is None else f"  T {stats.trace_ratio:.3g}"
-        told = "" if self._accuracy != self._accuracy else f"  accuracy {self._accuracy:.1%}"
-        line = f"{self.title}{told}  loss {loss:.3f}{ratio}"
-        self._progress.update(self._task, description=line)
+        line = f"{self._accuracy}loss {loss:.3f}{ratio}"
+        self._progress.update(self._task, description=line, completed=run.epoch + run.step / run.steps_an_epoch)
         if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
             self._told = time.monotonic()
             self._console.print(f"epoch {run.epoch + 1}/{run.config.epochs}  {line}", highlight=False, soft_wrap=True)
 
     def epoch(self, run: Run, row: dict[str, float]) -> None:
-        self._accuracy = row["test_accuracy"]
-        self._progress.advance(self._task)
-
-    def skip(self, epochs: int) -> None:
-        """Epochs that an earlier session has made."""
-        self._progress.advance(self._task, epochs)
+        self._accuracy = f"accuracy {row['test_accuracy']:.1%}  "
 
 
 class TensorBoard:
