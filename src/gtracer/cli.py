@@ -6,16 +6,14 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 from gtracer import __version__
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
-
-Command = Callable[[argparse.Namespace], None]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,24 +60,26 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--tensorboard", action="store_true", help="write scalars for TensorBoard too")
     options = train.add_argument_group("the run")
     for item in fields(Config):
-        default = "the optimiser's" if item.default is None and item.name not in ("data", "model") else item.default
-        text = item.metadata["help"] + ("" if item.name in ("data", "model") else f" (default: {_shown(default)})")
-        flag = f"--{item.name.replace('_', '-')}"
-        if item.type == "bool":
-            options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        elif item.name == "betas":
-            options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
-        else:
-            kind = (
-                _number_or_word
-                if "|" in str(item.type) and "float" in str(item.type)
-                else _KINDS.get(str(item.type), str)
-            )
-            options.add_argument(flag, type=kind, default=None, metavar="X", help=text)
+        _add_option(options, item)
     train.set_defaults(run=_train)
 
 
+def _add_option(options: Any, item: Field[Any]) -> None:
+    """A flag for a field of the configuration, which checks the value itself."""
+    flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
+    if item.name not in ("data", "model"):  # they say themselves what happens without
+        text += f" (default: {_shown(item.default)})"
+    if item.type == "bool":
+        options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif item.name == "betas":
+        options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
+    else:
+        options.add_argument(flag, type=int if item.type == "int" else str, default=None, metavar="X", help=text)
+
+
 def _shown(value: Any) -> str:
+    if value is None:
+        return "the optimiser's own"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -87,16 +87,6 @@ def _at_least_one(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
-
-
-def _number_or_word(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-_KINDS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
 
 
 def _demo(chosen: argparse.Namespace) -> None:

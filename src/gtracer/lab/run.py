@@ -21,7 +21,7 @@ from gtracer.optim.tracer import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
 
 CHECKPOINT = "checkpoint.pt"
-EVALUATION_BATCH = 1000
+EVALUATION_BATCHES = 4  # without gradients so many times the examples fit
 
 
 class Run:
@@ -124,7 +124,8 @@ class Run:
         """The model's outputs for these rows."""
         self.model.eval()
         with self._precision():
-            return torch.cat([self.model(batch(part)).float() for part in torch.split(rows, EVALUATION_BATCH)])
+            parts = torch.split(rows, EVALUATION_BATCHES * self.config.batch_size)
+            return torch.cat([self.model(batch(part)).float() for part in parts])
 
     # Saving and loading.
 
