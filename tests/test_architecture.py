@@ -11,7 +11,7 @@ import gtracer
 
 SOURCE = Path(gtracer.__file__).parent
 # From the ground up. A room may import from the rooms before it.
-ROOMS = ["tensors", "checks", "scopes", "curvature", "penalty", "optim", "lab", "cli", "__main__"]
+ROOMS = ["tensors", "checks", "scopes", "curvature", "variational", "penalty", "optim", "lab", "cli", "__main__"]
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -57,6 +57,14 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         assert cli.main([*words, "--epochs", "1"]) == 0
 
 
+def test_the_derivation_s_example_runs(capsys):
+    (block,) = blocks("python", (ROOT / "docs" / "derivation.md").read_text())
+    names: dict = {}
+    exec(block, names)
+    assert "tensor(" in capsys.readouterr().out
+    torch.testing.assert_close(names["q"].mean, torch.ones(2, dtype=torch.float64), rtol=0, atol=0.02)
+
+
 def test_both_sides_of_the_diff_run(tmp_path):
     (diff,) = blocks("diff")
     for side in "-+":
