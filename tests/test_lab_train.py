@@ -183,6 +183,20 @@ def test_record_has_what_a_reader_needs(tmp_path):
     assert Record.read(tmp_path).curves == content["curves"]
 
 
+def test_a_record_does_not_tell_where_the_data_lay(tmp_path):
+    """It is for other machines too; a run is resumed with the data wherever it lies then."""
+    for name in ("one", "two"):
+        cifar_pickle(tmp_path / name / "cifar-100-python/train", 200, "fine_labels", 100)
+        cifar_pickle(tmp_path / name / "cifar-100-python/test", 100, "fine_labels", 100)
+    config = Config(task="cifar100", data=str(tmp_path / "one"), model="mlp", width=16, epochs=2, rho=1e-4)
+    straight = train(config, tmp_path / "straight", [])
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "cut", [StopAfter(1)])
+    assert str(tmp_path) not in (tmp_path / "cut" / "record.json").read_text()
+    assert cli.main(["train", "--resume", str(tmp_path / "cut"), "--data", str(tmp_path / "two")]) == 0
+    assert Record.read(tmp_path / "cut").curves == straight.curves
+
+
 def test_nan_is_null_in_the_file_and_nan_again(tmp_path):
     record = Record(replace(SMALL, epochs=1), {})
     record.add({"test_accuracy": 0.5, "trace_ratio": math.nan}, 1.0)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def _add_train(commands: Any) -> None:
         "--config", type=Path, metavar="FILE", help="YAML or JSON to start from; other options override it"
     )
     train.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder; takes no other option"
+        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder; takes no other option but --data"
     )
     train.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/ and a name made of its options)"
@@ -123,9 +123,9 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
 
     given = {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
     if chosen.resume is not None:
-        if given or chosen.config or chosen.out:
-            raise LabError("--resume takes the run's own options from its record: leave the others out")
-        return Record.read(chosen.resume).config, chosen.resume
+        if given.keys() - {"data"} or chosen.config or chosen.out:
+            raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
+        return replace(Record.read(chosen.resume).config, **given), chosen.resume
     start = Config.read(chosen.config).to_mapping() if chosen.config else {}
     config = Config.from_mapping(start | given)
     return config, chosen.out or Path("runs") / _name(config)

@@ -74,7 +74,8 @@ class Record:
 
     def write(self, folder: Path) -> None:
         content = {"format": FORMAT, "finished": self.finished, **asdict(self), "summary": self.summary()}
-        content["config"] = self.config.to_mapping()
+        # Where the data lies is the machine's business: a record is for other machines too.
+        content["config"] = self.config.to_mapping() | {"data": None}
         files.write(folder / NAME, (json.dumps(_without_nan(content), indent=1) + "\n").encode())
 
     @classmethod

@@ -75,7 +75,7 @@ def _record_in(folder: Path, config: Config, resume: bool) -> Record | None:
             raise LabError(f"{folder} holds no {NAME}: there is nothing to resume")
         return None
     record = Record.read(folder)
-    ours, theirs = config.to_mapping(), record.config.to_mapping()
+    ours, theirs = config.to_mapping() | {"data": None}, record.config.to_mapping()
     other = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
     if other:
         raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
