@@ -38,6 +38,8 @@ CASES = [
     *[("f0", v) for v in [-1.0, math.nan, math.inf, "last-gradient", None, True]],
     *[("radius", v) for v in [*NUMBERS, 0.0]],
     *[("interval", v) for v in [0, -1, 1.5, "2", True]],
+    *[("eta", v) for v in [-1.0, 0.0, math.nan, "1", True]],
+    ("preconditioned", "yes"),
     ("engine", "double"),
     ("engine", None),
     ("difference", "backward"),
@@ -71,7 +73,7 @@ def test_sgd_arguments(name, value):
 @pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("eps", -1.0), ("eps", "x"), ("betas", (0.9,)), ("betas", 0.9), ("amsgrad", True)],
+    [("eps", -1.0), ("eps", "x"), ("betas", (0.9,)), ("betas", 0.9), ("amsgrad", True), ("preconditioned", True)],
 )
 def test_adam_arguments(cls, name, value):
     refused(lambda: cls([weight()], **{name: value}), name, value)

@@ -10,7 +10,16 @@ from test_two_pass import every_optimiser, same, snapshot
 from torch import nn
 from twin import SGDTwin
 
-from gtracer import SAM, RhoScheduler, SGDTracer, Tracer, TracerPenalty, linear_warmup
+from gtracer import (
+    SAM,
+    AdamTracer,
+    AdamWTracer,
+    RhoScheduler,
+    SGDTracer,
+    Tracer,
+    TracerPenalty,
+    linear_warmup,
+)
 
 
 def scheduled(optimizer, name):
@@ -241,6 +250,23 @@ def test_a_plain_checkpoint_can_be_taken_up():
     first = next(iter(made.model.parameters()))
     assert torch.equal(opt.state[first]["momentum_buffer"], plain.state[first]["momentum_buffer"])
     opt.step(lambda: made.loss_of(1))
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.01])
+@pytest.mark.parametrize("cls", [SGDTracer, AdamTracer, AdamWTracer])
+def test_ridge_of_the_prior_is_a_term_of_the_loss(cls, rho):
+    """For SGD, ρ/η · w is weight decay of that strength; in Adam it joins the first moment alone. f never sees it."""
+    ours, plain = make(tanh_mlp), make(tanh_mlp)
+    opt = cls(ours.model.parameters(), lr=0.01, rho=rho, eta=0.5, engine="exact")
+    other = cls(plain.model.parameters(), lr=0.01, rho=rho, engine="exact", weight_decay=0.0)
+    opt.param_groups[0]["weight_decay"] = 0.0
+    if cls is SGDTracer:
+        other.param_groups[0]["weight_decay"] = rho / 0.5
+    for i in range(3):
+        opt.step(lambda i=i: ours.loss_of(i))
+        other.step(lambda i=i: plain.loss_of(i))
+    same = relative_error(ours.weights(), plain.weights()) < 1e-12
+    assert same == (rho == 0 or cls is SGDTracer)
 
 
 def test_bfloat16_weights_with_the_exact_engine():

@@ -246,6 +246,7 @@ def test_every_knob_reaches_the_optimiser():
         "radius": 0.5,
         "difference": "central",
     }
+    knobs |= {"preconditioned": True, "eta": 9.0}
     built = optimizers.build(replace(SMALL, **knobs, interval=3, momentum=0.7, nesterov=True), nn.Linear(2, 2))
     for name, value in knobs.items():
         assert (built.param_groups[0].get(name) if name in built.param_groups[0] else getattr(built, name)) == value

@@ -196,6 +196,23 @@ def test_the_last_link_is_the_optimiser():
     close(opt.state[weight]["f"], f, 1e-12)
 
 
+@pytest.mark.parametrize("prior", [None, 3.0])
+def test_the_preconditioned_form(prior):
+    """`diagonal_step`, with the prior's ridge ρ/η · w where there is one, is SGDTracer(preconditioned=True)."""
+    w, f = torch.tensor([0.4, -0.7], dtype=torch.float64), torch.full((2,), 0.2, dtype=torch.float64)
+    weight = nn.Parameter(w.clone())
+    opt = SGDTracer(
+        [weight], lr=0.1, rho=0.05, beta=0.3, delta=0.01, f0=0.2, engine="exact", preconditioned=True, eta=prior
+    )
+    for _ in range(5):
+        ridge = 0.0 if prior is None else 0.1 * 0.05 / prior * w / (f + 0.01)
+        w, f = v.diagonal_step(loss, v.gradient_magnitude(loss), w, f, 0.1, 0.3, 0.05, 0.01)
+        w = w - ridge
+        opt.step(lambda: loss(weight))
+    close(weight.detach(), w, 1e-12)
+    close(opt.state[weight]["f"], f, 1e-12)  # fed by the loss alone
+
+
 class TestCurvature:
     """A tiny tanh classifier, weights as one vector; the last class's logit is 0, so that no direction is flat."""
 

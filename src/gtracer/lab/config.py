@@ -52,7 +52,8 @@ class Config:
     radius: float | None = option(None, "displacement of TRACER's finite difference")
     difference: str | None = option(None, "TRACER's: forward or central")
     interval: int = option(1, "make the second pass every so many steps")
-    eta: float | None = option(None, "ASAM's η")
+    preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
+    eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
     rho_warmup: float = option(0.0, "share of the steps over which ρ rises to its value")
     epochs: int = option(100, "passes over the training data")
     batch_size: int = option(128, "examples a step")
@@ -80,7 +81,7 @@ class Config:
             checks.kind(name, getattr(self, name), (str, type(None)))
         for name in ("max_length", "width", "depth", "interval", "epochs", "batch_size"):
             checks.count(name, getattr(self, name))
-        for name in ("augment", "nesterov"):
+        for name in ("augment", "nesterov", "preconditioned"):
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)

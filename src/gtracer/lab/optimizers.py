@@ -14,6 +14,7 @@ from gtracer.optim import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
 
 ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
 SCHEMES = ("tracer", "sam", "asam")
+TRACER = ("rho", "delta", "f0", "engine", "radius", "difference", "preconditioned", "eta")
 BASES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
@@ -37,16 +38,15 @@ def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     try:
         if scheme == "tracer" and base in OWN:
-            mine = _given(config, "rho", "delta", "f0", "engine", "radius", "difference")
-            mine |= _given(config, "beta") if base == "sgd" else {}
+            mine = _given(config, *TRACER) | (_given(config, "beta") if base == "sgd" else {})
             return OWN[base](params, **_accepted(OWN[base], config), **mine, interval=config.interval, model=model)
         plain = BASES[base](params, **_accepted(BASES[base], config))
         if scheme == "tracer":
-            mine = _given(config, "rho", "beta", "delta", "f0", "engine", "radius", "difference")
-            return Tracer(plain, **mine, interval=config.interval, model=model)
+            return Tracer(plain, **_given(config, "beta", *TRACER), interval=config.interval, model=model)
         if scheme:
-            mine = _given(config, "rho", "eta")
-            return SAM(plain, adaptive=scheme == "asam", **mine, interval=config.interval, model=model)
+            return SAM(
+                plain, adaptive=scheme == "asam", **_given(config, "rho", "eta"), interval=config.interval, model=model
+            )
         return plain
     except (ValueError, TypeError) as error:
         raise LabError(f"optimizer {config.optimizer!r}: {error}") from error

@@ -79,6 +79,10 @@ class AdamTracer(TracerOptimizer):
                 f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
                 "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
             )
+        if options.get("preconditioned"):
+            raise ValueError(
+                f"preconditioned must be False, got {options['preconditioned']!r}: Adam divides by the root of f already"
+            )
         # The base keeps groups and state in torch's own layout; its arithmetic is `adam_update_`.
         base = torch.optim.Adam(
             checks.parameters(params),
@@ -117,6 +121,7 @@ class AdamTracer(TracerOptimizer):
 
     def _apply(self, trial: Trial) -> None:
         for part in trial.slices:
+            self._complete_total(part)
             self._apply_to(part)
 
     def _apply_to(self, part: Slice) -> None:

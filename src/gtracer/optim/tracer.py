@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from gtracer import checks, curvature, tensors
-from gtracer.optim.trial import Plan, Slice
+from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.penalty import BETA, DELTA, RADIUS, RHO, check_group, check_loss, direction, exact, finite_difference
 from gtracer.tensors import Tensors
@@ -28,6 +28,8 @@ class Options(TypedDict, total=False):
         radius: Length of the finite difference's displacement (default 0.05).
         difference: `"forward"` (default): one further pass. `"central"`: two, with the error squared.
         interval: Penalise every so many steps (default 1).
+        preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
+        eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
         nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient.
     """
@@ -37,6 +39,8 @@ class Options(TypedDict, total=False):
     radius: float
     difference: str
     interval: int
+    preconditioned: bool
+    eta: float | None
     model: nn.Module | None
     nonfinite: str
 
@@ -54,16 +58,22 @@ class TracerOptimizer(TwoPassOptimizer):
         radius: float = RADIUS,
         difference: str = "forward",
         interval: int = 1,
+        preconditioned: bool = False,
+        eta: float | None = None,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
     ) -> None:
         checks.choice("engine", engine, ["finite-difference", "exact"])
         checks.number("radius", radius, low=0, open_low=True)
         checks.choice("difference", difference, ["forward", "central"])
+        checks.flag("preconditioned", preconditioned)
+        if eta is not None:
+            checks.number("eta", eta, low=0, open_low=True)
         self.engine, self.radius, self.difference = engine, radius, difference
+        self.preconditioned, self.eta = preconditioned, eta
         super().__init__(base, {**defaults, "f0": f0}, interval=interval, model=model, nonfinite=nonfinite)
 
-    _settings = (*TwoPassOptimizer._settings, "engine", "radius", "difference")
+    _settings = (*TwoPassOptimizer._settings, "engine", "radius", "difference", "preconditioned", "eta")
 
     def _trained(self, p: Tensor) -> bool:
         """Whether f of this parameter is in the state."""
@@ -139,7 +149,22 @@ class TracerOptimizer(TwoPassOptimizer):
         elif p.dtype == torch.float16:
             raise ValueError(f"{label} is {p.dtype}, in which squared gradients underflow: use float32 or bfloat16")
 
-    def _update(self, trial: Any) -> None:
+    def _apply(self, trial: Trial) -> None:
+        for part in trial.slices:
+            self._complete_total(part)
+        super()._apply(trial)
+
+    def _complete_total(self, part: Slice) -> None:
+        """Add what Algorithm 1 leaves out of the derivation, where asked for: the prior's pull, the preconditioner."""
+        total: Tensors = [p.grad for p in part.params if p.grad is not None]
+        if self.eta is not None:
+            total = torch._foreach_add(total, part.params, alpha=part.signed_rho / self.eta)
+        if self.preconditioned:  # f before its update, as in T
+            total = torch._foreach_mul(total, curvature.inverse(self._average(part), part.knobs["delta"]))
+        for p, gradient in zip(part.params, total, strict=True):
+            p.grad = gradient
+
+    def _update(self, trial: Trial) -> None:
         super()._update(trial)
         if self.stats is not None:
             self.stats.count_damped = self._damped_share
