@@ -81,7 +81,7 @@ class AdamTracer(TracerOptimizer):
             )
         if options.get("preconditioned"):
             raise ValueError(
-                f"preconditioned must be False, got {options['preconditioned']!r}: Adam divides by the root of f already"
+                f"preconditioned must be False, got {options['preconditioned']!r}: Adam divides by √f already"
             )
         # The base keeps groups and state in torch's own layout; its arithmetic is `adam_update_`.
         base = torch.optim.Adam(
