@@ -93,6 +93,27 @@ def test_interrupted_and_resumed_is_never_interrupted(tmp_path, change, steps):
     assert not (tmp_path / "cut" / CHECKPOINT).exists()
 
 
+def test_random_numbers_go_on_too(tmp_path):
+    """Augmentation draws in every step: after a resume it must go on where it was."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 200, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    config = Config(
+        task="cifar100", data=str(tmp_path), model="mlp", width=16, epochs=2, rho=1e-4, batch_size=50, augment=True
+    )
+    straight = train(config, tmp_path / "straight", [])
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "cut", [StopAfter(3)])
+    assert train(config, tmp_path / "cut", [], resume=True).curves == straight.curves
+
+
+def test_warm_up_of_learning_rate_and_rho(tmp_path):
+    """6 steps an epoch, 4 epochs: lr rises over 12 steps and falls over 12, ρ rises over 18."""
+    config = replace(SMALL, epochs=4, warmup=0.5, rho_warmup=0.75, schedule="linear")
+    record = train(config, tmp_path, [])
+    assert record.curves["lr"] == pytest.approx([0.02 * 7 / 12, 0.02, 0.02 * 6 / 12, 0.0])
+    assert record.curves["rho"] == pytest.approx([0.01 * 7 / 18, 0.01 * 13 / 18, 0.01, 0.01])
+
+
 def test_a_run_that_is_killed_goes_on_from_its_last_epoch(tmp_path):
     config = replace(SMALL, epochs=400)
     config.write(tmp_path / "c.yaml")
@@ -391,6 +412,19 @@ class TestBadInput:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, handler)
+        assert (tmp_path / "a").read_bytes() == b"old"
+        assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+    def test_nothing_is_half_written(self, tmp_path, monkeypatch):
+        """The new content takes the old one's place in one move, or not at all."""
+
+        def refused(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        files.write(tmp_path / "a", b"old")
+        monkeypatch.setattr(files.Path, "replace", refused)
+        with pytest.raises(LabError, match="untouched"):
+            files.write(tmp_path / "a", b"new")
         assert (tmp_path / "a").read_bytes() == b"old"
         assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
