@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli
-from gtracer.lab import files, optimizers, tasks
+from gtracer.lab import environment, files, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import Record
@@ -114,20 +114,13 @@ def test_warm_up_of_learning_rate_and_rho(tmp_path):
     assert record.curves["rho"] == pytest.approx([0.01 * 7 / 18, 0.01 * 13 / 18, 0.01, 0.01])
 
 
-def test_a_run_that_is_killed_goes_on_from_its_last_epoch(tmp_path):
-    config = replace(SMALL, epochs=400)
+def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path):
+    """SIGKILL as soon as there is a checkpoint, wherever that is; then resumed here."""
+    config = replace(SMALL, epochs=40)
     config.write(tmp_path / "c.yaml")
-    command = [
-        sys.executable,
-        "-m",
-        "gtracer",
-        "train",
-        "--config",
-        str(tmp_path / "c.yaml"),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    words = ["train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run")]
+    one_thread = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-m", "gtracer", *words], env=os.environ | one_thread)
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not (tmp_path / "run" / CHECKPOINT).exists():
@@ -135,11 +128,32 @@ def test_a_run_that_is_killed_goes_on_from_its_last_epoch(tmp_path):
     finally:
         process.kill()
         process.wait()
-    done = Record.read(tmp_path / "run").epochs
-    assert done < 400
+    assert Record.read(tmp_path / "run").epochs < 40
+    resumed = train(config, tmp_path / "run", [], resume=True)
+    assert resumed.curves == train(config, tmp_path / "straight", []).curves
+
+
+def test_a_stray_checkpoint_is_not_taken_up(tmp_path):
+    """Its record is gone, so nobody knows whose it is: a new run starts from the beginning."""
+    straight = train(SMALL, tmp_path / "straight", [])
     with pytest.raises(Interrupted):
-        train(config, tmp_path / "run", [StopAfter(1)], resume=True)
-    assert Record.read(tmp_path / "run").epochs >= done
+        train(replace(SMALL, lr=0.5), tmp_path / "cut", [StopAfter(2)])
+    (tmp_path / "cut" / "record.json").unlink()
+    assert train(SMALL, tmp_path / "cut", []).curves == straight.curves
+
+
+def test_commit_is_ours_or_none(monkeypatch, tmp_path):
+    """A copy that lies, untracked, in another project's checkout does not take that project's commit."""
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    copy = tmp_path / "gtracer" / "lab" / "environment.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_text("")
+    monkeypatch.setattr(environment, "__file__", str(copy))
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+    subprocess.run(["git", *identity, "commit", "-q", "--allow-empty", "-m", "theirs"], cwd=tmp_path, check=True)
+    assert environment.commit() is None
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    assert environment.commit() is not None
 
 
 def test_power_failure_between_checkpoint_and_record(tmp_path):

@@ -31,9 +31,13 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the source that runs, with `+changes` where it is not as committed; None outside a checkout."""
+    """The commit of the source that runs, with `+changes` where it is not as committed; None outside a checkout.
+
+    An installed copy may lie inside some other project's checkout, whose commit says nothing of ours.
+    """
     here = Path(__file__).parent
     try:
+        _git(here, "ls-files", "--error-unmatch", __file__)
         head = _git(here, "rev-parse", "HEAD")
         changed = _git(here, "status", "--porcelain", "--", str(here.parent))
     except (OSError, subprocess.CalledProcessError):

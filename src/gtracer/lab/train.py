@@ -38,7 +38,7 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         return record
     run = Run(config)
     record = record or Record(config, environment.describe(run.device))
-    if (folder / CHECKPOINT).exists():
+    if resume and (folder / CHECKPOINT).exists():
         record.take(run.load(folder))
     record.write(folder)  # before the first epoch is spent on a folder that cannot be written
     with stop_on_interrupt() as stopped:

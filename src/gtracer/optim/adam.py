@@ -44,7 +44,8 @@ class AdamTracer(TracerOptimizer):
 
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
-        lr, betas, eps, weight_decay, maximize, foreach: As for `torch.optim.Adam`; weight decay is coupled.
+        lr, betas, eps, weight_decay, maximize: As for `torch.optim.Adam`; weight decay is coupled.
+        foreach: Taken for torch's sake; the update is foreach always.
         rho: ρ, strength of the penalty. May be set per group, as δ and f₀ may.
         delta: δ, damping of the ratio.
         amsgrad: Refused: its running maximum would part the preconditioner from f.

@@ -13,7 +13,7 @@ from gtracer.tensors import Tensors
 
 
 class Stats:
-    """Numbers of the last step. The first read waits for the device; a step itself does not.
+    """Numbers of the last step. Reading them waits for the device, keeping them does not.
 
     Attributes:
         loss: L at the old weights (NaN where the step saw no closure).

@@ -31,7 +31,8 @@ class Options(TypedDict, total=False):
         preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
         eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
-        nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient.
+        nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
+            the numbers, and so wait for the device once a step.
     """
 
     f0: str | float
@@ -156,6 +157,8 @@ class TracerOptimizer(TwoPassOptimizer):
 
     def _complete_total(self, part: Slice) -> None:
         """Add what Algorithm 1 leaves out of the derivation, where asked for: the prior's pull, the preconditioner."""
+        if self.eta is None and not self.preconditioned:
+            return
         total: Tensors = [p.grad for p in part.params if p.grad is not None]
         if self.eta is not None:
             total = torch._foreach_add(total, part.params, alpha=part.signed_rho / self.eta)
