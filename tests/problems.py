@@ -75,6 +75,7 @@ def make(problem: Callable[[], Problem], seed: int = 0) -> Problem:
     return made
 
 
+@torch.no_grad()
 def relative_error(found: list[Tensor], true: list[Tensor]) -> float:
     distance = sum(((a - b) ** 2).sum() for a, b in zip(found, true, strict=True)) ** 0.5
     return float(distance / sum((b**2).sum() for b in true) ** 0.5)

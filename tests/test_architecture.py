@@ -11,7 +11,19 @@ import gtracer
 
 SOURCE = Path(gtracer.__file__).parent
 # From the ground up. A room may import from the rooms before it.
-ROOMS = ["tensors", "checks", "scopes", "curvature", "variational", "penalty", "optim", "lab", "cli", "__main__"]
+ROOMS = [
+    "tensors",
+    "checks",
+    "scopes",
+    "curvature",
+    "variational",
+    "calibration",
+    "penalty",
+    "optim",
+    "lab",
+    "cli",
+    "__main__",
+]
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -49,9 +61,8 @@ def test_every_room_is_in_the_picture():
 
 def test_import_needs_torch_alone():
     """No extra, and not the lab, is loaded by `import gtracer`."""
-    code = (
-        "import sys, gtracer; print([m for m in sys.modules if m.split('.')[0] in ('sklearn', 'rich', 'transformers')"
-    )
+    extras = ("sklearn", "rich", "transformers", "torchmetrics")
+    code = f"import sys, gtracer, gtracer.calibration; print([m for m in sys.modules if m.split('.')[0] in {extras}"
     code += " or m.startswith('gtracer.lab')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

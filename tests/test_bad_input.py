@@ -41,7 +41,6 @@ CASES = [
     *[("eta", v) for v in [-1.0, 0.0, math.nan, "1", True]],
     ("preconditioned", "yes"),
     ("engine", "double"),
-    ("engine", None),
     ("difference", "backward"),
     ("nonfinite", "warn"),
     ("model", "resnet"),

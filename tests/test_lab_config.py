@@ -41,6 +41,11 @@ def test_numbers_as_people_write_them(tmp_path):
     assert (config.lr, config.rho, config.f0) == (0.001, 0.003, "first-gradient")
 
 
+def test_anything_below_one_can_be_held_out():
+    for share in (0, 0.0, 0.2, 0.999):
+        assert Config(holdout=share).holdout == share
+
+
 def test_a_file_may_leave_things_out(tmp_path):
     (tmp_path / "c.yaml").write_text("task: cifar10\nlr: 1\n")
     assert Config.read(tmp_path / "c.yaml") == replace(Config(), task="cifar10", lr=1)
@@ -58,6 +63,9 @@ def test_a_file_may_leave_things_out(tmp_path):
         ("epochs: 1.5", "epochs must be .* got 1.5"),
         ("schedule: step", "schedule must be one of"),
         ("label_noise: 2", "label_noise must be"),
+        ("holdout: 1", r"holdout must be a finite number in \[0, 1\), got 1"),
+        ("holdout: -0.1", r"holdout must be .* got -0\.1"),
+        ("holdout: yes", "holdout must be .* got True"),
         ("seed: -1", "seed must be"),
         ("augment: 1", "augment must be True or False"),
         ("betas: [0.9, 1.0]", r"betas\[1\]"),

@@ -27,7 +27,7 @@ def test_sizes_of_the_papers(name, classes, millions):
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp-bn", "resnet20", "wrn-10-1"])
+@pytest.mark.parametrize("name", ["mlp", "mlp-bn", "mlp-ln", "resnet20", "resnet20-gn", "wrn-10-1"])
 @pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
 def test_shapes(name, shape):
     model = models.network(name, shape, 7)
@@ -40,16 +40,70 @@ def test_shapes(name, shape):
 def test_shortcut_is_subsampled_and_padded():
     """With the branch switched off, a block that changes size is the subsampled input and zero channels."""
     block = models.Block(2, 4, stride=2).eval()
-    nn.init.zeros_(block.bn2.weight)
+    nn.init.zeros_(block.norm2.weight)
     x = torch.rand(1, 2, 4, 4)
     expected = torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], 1)
     torch.testing.assert_close(block(x), expected)
 
 
-@pytest.mark.parametrize("name", ["resnet21", "resnet2", "wrn-28-0", "wrn-27-2", "mpl", ""])
+@pytest.mark.parametrize(
+    "name", ["resnet21", "resnet2", "resnet21-gn", "resnet20-bn", "wrn-28-0", "wrn-27-2", "wrn-28-2-gn", "mpl", ""]
+)
 def test_unknown_names(name):
     with pytest.raises(LabError, match="unknown model"):
         models.network(name, (3, 32, 32), 10)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("mlp-nl", "mlp-ln"), ("resnet-gn", "resnet20-gn")])
+def test_near_names(name, meant):
+    with pytest.raises(LabError, match=f"did you mean .*{meant}"):
+        models.network(name, (3, 32, 32), 10)
+
+
+def kinds(model):
+    return [type(layer) for layer in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("name", "twin", "norm", "count"),
+    [
+        ("mlp-ln", "mlp-bn", nn.LayerNorm, 2),
+        ("resnet20-gn", "resnet20", nn.GroupNorm, 19),
+        ("resnet32-gn", "resnet32", nn.GroupNorm, 31),
+    ],
+)
+def test_another_norm_in_place_of_batch_norm(name, twin, norm, count):
+    """As many parameters and layers as the twin, with this norm where it has batch norm."""
+    made, known = (models.network(n, (3, 32, 32), 10) for n in (name, twin))
+    assert [p.shape for p in made.parameters()] == [p.shape for p in known.parameters()]
+    replaced = {nn.BatchNorm1d: norm, nn.BatchNorm2d: norm}
+    assert kinds(made) == [replaced.get(kind, kind) for kind in kinds(known)]
+    assert kinds(made).count(norm) == count
+    assert not list(made.buffers())
+
+
+def test_groups():
+    norms = [layer for layer in models.network("resnet20-gn", (3, 32, 32), 10).modules() if type(layer) is nn.GroupNorm]
+    assert {(norm.num_groups, norm.num_channels) for norm in norms} == {(8, 16), (8, 32), (8, 64)}
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        ("mlp", True),
+        ("mlp-ln", True),
+        ("resnet20-gn", True),
+        ("mlp-bn", False),
+        ("resnet20", False),
+        ("wrn-10-1", False),
+    ],
+)
+def test_does_an_example_depend_on_its_batch(name, alone):
+    """In training: the first example's outputs beside two different sets of others."""
+    model = models.network(name, (3, 32, 32), 10).train()
+    x = torch.randn(8, 3, 32, 32)
+    other = torch.cat([x[:1], 3 * torch.randn(7, 3, 32, 32)])
+    assert torch.allclose(model(x)[0], model(other)[0], rtol=1e-4, atol=1e-5) == alone
 
 
 def test_depth_and_width():

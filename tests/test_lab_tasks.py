@@ -9,6 +9,7 @@ import pickle
 import tarfile
 import threading
 import zipfile
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -84,20 +85,97 @@ def test_cifar10(tmp_path):
     assert task.test.inputs.shape == (20, 3, 32, 32)
 
 
+def local_texts(path, n=40):
+    rows = "".join(f"text {i},{i % 4}\n" for i in range(n))
+    path.mkdir(parents=True, exist_ok=True)
+    for name in ("train", "test"):
+        (path / f"{name}.csv").write_text("text,label\n" + rows)
+
+
+def task_of(kind, folder, **options):
+    """The configuration of a small task of every kind; examples are all different, and come in a fixed order."""
+    if kind == "text":
+        local_texts(folder / "texts")
+        return Config(task=str(folder / "texts"), **options)
+    if kind == "image":
+        for name in ("train", "test"):
+            cifar_pickle(folder / "cifar-100-python" / name, 200, "fine_labels", 100)
+        return Config(task="cifar100", data=str(folder), **options)
+    return Config(**options)
+
+
+def examples(split):
+    """An example's content, its label and its true label, as a list that can be compared."""
+    inputs = split.inputs if isinstance(split.inputs, list) else [x.numpy().tobytes() for x in split.inputs]
+    return list(zip(inputs, split.labels.tolist(), split.truth.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["vector", "image", "text"])
+class TestHoldout:
+    def test_a_share_of_the_training_data_and_nothing_else(self, kind, tmp_path):
+        """What is held out is not trained on; together they are the training data, with the labels it had."""
+        config = task_of(kind, tmp_path, label_noise=0.5, seed=3)
+        whole, task = tasks.load(config), tasks.load(replace(config, holdout=0.25))
+        assert task.kind == kind
+        assert whole.holdout is None
+        trained, held, everything = (examples(split) for split in (task.train, task.holdout, whole.train))
+        assert len({x for x, *_ in everything}) == len(everything)
+        assert len(held) == round(0.25 * len(everything))
+        assert sorted(trained + held) == sorted(everything)
+        assert examples(task.test) == examples(whole.test)
+
+    def test_only_the_seed_decides(self, kind, tmp_path):
+        config = task_of(kind, tmp_path, holdout=0.25, seed=3)
+        first = tasks.load(config)
+        torch.manual_seed(99)
+        changed = {"label_noise": 0.5, "model": "mlp", "optimizer": "sgd", "epochs": 7, "batch_size": 3, "lr": 1.0}
+        again = tasks.load(replace(config, **changed))
+        for split in ("train", "holdout"):
+            ours, theirs = (examples(getattr(task, split)) for task in (first, again))
+            assert [(x, truth) for x, _, truth in ours] == [(x, truth) for x, _, truth in theirs]
+        other = tasks.load(replace(config, seed=4))
+        assert {x for x, *_ in examples(other.holdout)} != {x for x, *_ in examples(first.holdout)}
+
+    @pytest.mark.parametrize(("share", "held"), [(1e-6, "0"), (1 - 1e-6, "all")])
+    def test_both_sides_need_some(self, kind, tmp_path, share, held):
+        config = task_of(kind, tmp_path)
+        n = len(tasks.load(config).train.labels)
+        with pytest.raises(LabError, match=f"holdout = {share} keeps {n if held == 'all' else 0} of {n} training"):
+            tasks.load(replace(config, holdout=share))
+
+
+def test_held_out_labels_are_as_wrong_as_the_rest():
+    """Also not the wrong ones by preference, though both are drawn from one seed."""
+    for seed in range(3):
+        task = tasks.load(Config(label_noise=0.4, holdout=0.4, seed=seed))
+        for split in (task.train, task.holdout):
+            assert (split.labels != split.truth).float().mean().item() == pytest.approx(0.4, abs=0.06)
+
+
 def idx(path, values):
     path.parent.mkdir(parents=True, exist_ok=True)
     head = bytes([0, 0, 8, values.ndim]) + b"".join(int(n).to_bytes(4, "big") for n in values.shape)
     path.write_bytes(gzip.compress(head + values.astype(numpy.uint8).tobytes()))
 
 
-def test_fashion_mnist(tmp_path):
-    folder = tmp_path / "fashion-mnist"
+@pytest.mark.parametrize("where", ["fashion-mnist", "."])
+def test_fashion_mnist(tmp_path, where):
+    folder = tmp_path / where
     for part, n in (("train", 60), ("t10k", 20)):
         idx(folder / f"{part}-images-idx3-ubyte.gz", numpy.random.default_rng(0).integers(0, 256, (n, 28, 28)))
         idx(folder / f"{part}-labels-idx1-ubyte.gz", numpy.arange(n) % 10)
     task = tasks.load(Config(task="fashion-mnist", data=str(tmp_path)))
     assert task.train.inputs.shape == (60, 1, 28, 28)
     assert task.test.labels.tolist() == [i % 10 for i in range(20)]
+
+
+def test_fashion_mnist_beside_mnist(tmp_path):
+    """The files have the same names: those in the folder of that name are meant."""
+    for folder, n in ((tmp_path, 10), (tmp_path / "fashion-mnist", 20)):
+        for part in ("train", "t10k"):
+            idx(folder / f"{part}-images-idx3-ubyte.gz", numpy.random.default_rng(0).integers(0, 256, (n, 28, 28)))
+            idx(folder / f"{part}-labels-idx1-ubyte.gz", numpy.arange(n) % 10)
+    assert len(tasks.load(Config(task="fashion-mnist", data=str(tmp_path))).train.labels) == 20
 
 
 class Evil:

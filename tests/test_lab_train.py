@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_lab_models import tiny_bert
-from test_lab_tasks import cifar_pickle
+from test_lab_tasks import cifar_pickle, task_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -197,6 +197,60 @@ def test_against_a_loop_by_hand(tmp_path):
     assert record.curves["test_accuracy"] == pytest.approx([right.float().mean().item()])
     assert record.curves["memorised"] == pytest.approx([(given == task.train.labels[wrong]).float().mean().item()])
     assert record.curves["recovered"] == pytest.approx([(given == task.train.truth[wrong]).float().mean().item()])
+
+
+class TestHoldout:
+    def test_training_sees_the_rest_alone(self, tmp_path, monkeypatch):
+        """All but one curve are those of a run that never had the held-out examples, whatever they are."""
+        config = replace(SMALL, holdout=0.3)
+        ours = train(config, tmp_path / "ours", []).curves
+        rest = replace(tasks.load(config), holdout=None)
+        monkeypatch.setattr(tasks, "load", lambda config: rest)
+        theirs = train(config, tmp_path / "theirs", []).curves
+        assert len(ours.pop("holdout_accuracy")) == 3
+        assert ours == theirs
+        assert Run(config).steps_an_epoch == math.ceil(len(rest.train.labels) / 256) == 4
+
+    def test_accuracy_is_against_the_labels_it_has(self):
+        """They are all that somebody with wrong labels has."""
+        config = replace(SMALL, holdout=0.3, model="mlp-bn", optimizer="sgd", lr=0.1)
+        run, held = Run(config), tasks.load(config).holdout
+        for _ in range(5):
+            list(run.rest_of_epoch())
+            row = run.finish_epoch()
+        with torch.no_grad():
+            guess = run.model.eval()(held.inputs).argmax(1)
+        assert row["holdout_accuracy"] == pytest.approx((guess == held.labels).double().mean().item())
+        assert (guess == held.truth).double().mean().item() > row["holdout_accuracy"] + 0.1
+
+    @pytest.mark.parametrize("kind", ["vector", "image", "text"])
+    def test_every_kind(self, kind, tmp_path):
+        config = task_of(
+            kind, tmp_path, holdout=0.25, epochs=2, width=16, optimizer="sgd", batch_size=64, label_noise=0.2
+        )
+        config = replace(config, model=str(tiny_bert(tmp_path / "bert")) if kind == "text" else "mlp")
+        first, second = (train(config, tmp_path / name, []) for name in "ab")
+        assert len(first.curves["holdout_accuracy"]) == 2
+        assert first.curves == second.curves
+
+    def test_interrupted_and_resumed(self, tmp_path):
+        config = replace(SMALL, holdout=0.3)
+        straight = train(config, tmp_path / "straight", [])
+        with pytest.raises(Interrupted):
+            train(config, tmp_path / "cut", [StopAfter(6)])
+        assert train(config, tmp_path / "cut", [], resume=True).curves == straight.curves
+
+    def test_a_record_from_before(self, tmp_path):
+        """Its configuration knows no holdout: it had none, and is this run."""
+        before = train(SMALL, tmp_path, [])
+        path = tmp_path / "record.json"
+        content = json.loads(path.read_text())
+        assert content["config"].pop("holdout") == 0.0
+        path.write_text(json.dumps(content))
+        assert Record.read(tmp_path).config == SMALL
+        assert train(SMALL, tmp_path, []).curves == before.curves
+        with pytest.raises(LabError, match=r"another run \(holdout 0\.0, not 0\.1\)"):
+            train(replace(SMALL, holdout=0.1), tmp_path, [])
 
 
 def test_record_has_what_a_reader_needs(tmp_path):
@@ -480,10 +534,13 @@ class TestCommandLine:
             "1",
             "--width",
             "16",
+            "--holdout",
+            "0.1",
         ]
         assert self.run(*words, "--out", str(tmp_path)) == 0
         config = Record.read(tmp_path).config
         assert (config.betas, config.f0, config.nesterov, config.optimizer) == ((0.8, 0.9), 0.5, True, "adam-tracer")
+        assert config.holdout == 0.1
         out = capsys.readouterr().out
         assert "test accuracy" in out
         assert str(tmp_path / "record.json") in out
@@ -515,6 +572,8 @@ class TestCommandLine:
             (["--task", "digit"], "unknown task 'digit': did you mean digits?"),
             (["--rho", "-1"], "rho must be"),
             (["--rho", "much"], "rho must be"),
+            (["--holdout", "1"], "holdout must be"),
+            (["--holdout", "0.0001"], "holdout = 0.0001 keeps 0 of 1347 training examples"),
             (["--config", "nowhere.yaml"], "cannot read nowhere.yaml"),
             (["--resume", "nowhere"], "cannot read nowhere/record.json"),
             (["--schedule", "step"], "schedule must be one of"),

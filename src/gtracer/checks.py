@@ -10,13 +10,21 @@ from typing import Any
 from torch import Tensor
 
 
-def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Refuse what is not a finite real number between `low` and `high` (inclusive, unless `open_low`)."""
-    bracket = "(" if open_low else "["
-    wanted = f"a finite number in {bracket}{low:g}, {high:g}]"
+def number(
+    name: str,
+    value: Any,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Refuse what is not a finite real number between `low` and `high` (inclusive, unless open)."""
+    wanted = f"a finite number in {'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be {wanted}, got {value!r} ({type(value).__name__})")
-    if not math.isfinite(value) or not low <= float(value) <= high or (open_low and value == low):
+    at_open_end = (open_low and value == low) or (open_high and value == high)
+    if not math.isfinite(value) or not low <= float(value) <= high or at_open_end:
         raise ValueError(f"{name} must be {wanted}, got {value!r}")
 
 
@@ -57,9 +65,7 @@ def betas(value: Any) -> None:
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ValueError(f"betas must be a pair of numbers in [0, 1), got {value!r}")
     for index, beta in enumerate(value):
-        number(f"betas[{index}]", beta, low=0)
-        if beta >= 1:
-            raise ValueError(f"betas[{index}] must be in [0, 1), got {beta!r}")
+        number(f"betas[{index}]", beta, low=0, high=1, open_high=True)
 
 
 def parameters(value: Any) -> Any:

@@ -12,9 +12,21 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gtracer import checks, curvature, tensors
+from gtracer import checks, tensors
+from gtracer.curvature import (
+    FIRST_GRADIENT,
+    Estimator,
+    Evaluation,
+    Recording,
+    chosen,
+    gradient_magnitude,
+    initial_average,
+    inverse,
+    trace_ratio,
+    update_average_,
+)
 from gtracer.tensors import Tensors
 
 Passes = Generator[Tensors, Tensors, Tensors]
@@ -29,19 +41,31 @@ NONFINITE = ("raise", "skip", "ignore")
 
 def direction(g: Tensors, f: Tensors, delta: float) -> Tensors:
     """v = ∇L / (f + δ)."""
-    v = curvature.inverse(f, delta)
+    v = inverse(f, delta)
     torch._foreach_mul_(v, g)
     return v
 
 
 def exact(params: Tensors, gradients: Tensors, direction: Tensors) -> Passes:
     """2 H u by differentiating the gradients again; they must carry their graph."""
-    curved = [(g, u) for g, u in zip(gradients, direction, strict=True) if g.requires_grad]
+    return torch._foreach_mul(_pulled_back(gradients, params, direction), 2)
+    yield  # no displaced pass is needed, but the signature is that of a generator
+
+
+def differentiated(params: Tensors, F: Tensors, weights: Tensors) -> Passes:
+    """∇⟨F, weights⟩, for any estimate F that carries its graph; `weights` are the constants ρ/(f + δ)."""
+    return tensors.clone(_pulled_back(F, params, weights))  # autograd may give views
+    yield  # as above
+
+
+def _pulled_back(roots: Tensors, params: Tensors, weights: Tensors) -> Tensors:
+    """∇⟨roots, weights⟩ with respect to the parameters."""
+    curved = [(root, w) for root, w in zip(roots, weights, strict=True) if root.requires_grad]
     if not curved:  # the loss is linear in the weights
         return [torch.zeros_like(p) for p in params]
     roots, weights = zip(*curved, strict=True)
     try:
-        product = torch.autograd.grad(roots, list(params), weights, allow_unused=True, materialize_grads=True)
+        return list(torch.autograd.grad(roots, list(params), weights, allow_unused=True, materialize_grads=True))
     except RuntimeError as error:
         if "double backward" in str(error) or "not implemented" in str(error):
             raise RuntimeError(
@@ -50,8 +74,6 @@ def exact(params: Tensors, gradients: Tensors, direction: Tensors) -> Passes:
                 f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH). torch said: {error}"
             ) from error
         raise
-    return torch._foreach_mul(product, 2)
-    yield  # no displaced pass is needed, but the signature is that of a generator
 
 
 def finite_difference(
@@ -96,6 +118,11 @@ class TracerPenalty:
         beta: β, how fast f follows the squared gradient.
         delta: δ, damping of the ratio.
         f0: f₀, `"first-gradient"` or a number.
+        curvature: The estimator F of `gtracer.curvature` (default: the squared gradient). With `micro_batch(m)` the
+            penalty is called with the vector of the examples' losses.
+        average: Another estimator for f (default: the same).
+        model: Where an estimator looks into its layers, the model; every pass with gradients is recorded until the next
+            call.
         nonfinite: What to do about a NaN or infinite loss or T: `"raise"`; `"skip"`, which leaves f alone and
             returns the loss for the trainer to judge; `"ignore"`, which does not look (and so never waits for
             the device).
@@ -108,7 +135,10 @@ class TracerPenalty:
         rho: float = RHO,
         beta: float = BETA,
         delta: float = DELTA,
-        f0: str | float = curvature.FIRST_GRADIENT,
+        f0: str | float = FIRST_GRADIENT,
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        model: nn.Module | None = None,
         nonfinite: str = "raise",
     ) -> None:
         listed = checks.parameters(params)
@@ -119,32 +149,36 @@ class TracerPenalty:
             group["params"] = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
             check_group(group)
         checks.choice("nonfinite", nonfinite, NONFINITE)
+        checks.kind("model", model, (nn.Module, type(None)))
         self.nonfinite = nonfinite
+        self.curvature = chosen(curvature, average, model)
+        self._recording = Recording(model) if model is not None and self.curvature.needs_layers else None
+        if self._recording:
+            self._recording.start()
         self.state: dict[Tensor, Tensor] = {}
         self.trace_ratio: Tensor | None = None  # T of the last call, summed over the groups
 
     def __call__(self, loss: Tensor) -> Tensor:
-        """Return L + ρT with its graph, then let f follow the gradient of L.
+        """Return L + ρT with its graph, then let f follow F.
 
         Under `torch.no_grad()` (evaluation) the loss comes back as it is.
         """
         if not torch.is_grad_enabled():
             return loss
-        check_loss(loss, "TracerPenalty")
+        losses, loss = self._checked(loss)
         penalised, total, updates = loss, torch.zeros_like(loss, requires_grad=False), []
-        for group, params, g in self._gradients(loss):
-            constant = [x.detach() for x in g]
-            f = self._average(group, params, constant)
+        for group, params, F, measured in self._measured(loss, losses):
+            f = self._average(group, params, measured)
             # Algorithm 1 uses f before its update.
-            ratio = curvature.trace_ratio(curvature.gradient_magnitude(g), f, group["delta"])
+            ratio = trace_ratio(F, f, group["delta"])
             if group["rho"] > 0:
                 penalised = penalised + group["rho"] * ratio
             total = total + ratio.detach()
-            updates.append((params, f, constant, group["beta"]))
+            updates.append((params, f, measured, group["beta"]))
         self.trace_ratio = total
         if self.nonfinite == "ignore" or torch.isfinite(penalised + total):
-            for params, f, constant, beta in updates:
-                curvature.update_average_(f, curvature.gradient_magnitude(constant), beta)
+            for params, f, measured, beta in updates:
+                update_average_(f, measured, beta)
                 self.state.update(zip(params, f, strict=True))
         elif self.nonfinite == "raise":
             raise FloatingPointError(
@@ -153,24 +187,44 @@ class TracerPenalty:
             )
         return penalised
 
-    def _gradients(self, loss: Tensor) -> list[tuple[dict[str, Any], Tensors, Tensors]]:
-        """Each group with those of its parameters that the loss depends on, and their gradients with graph."""
+    def _checked(self, loss: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The examples' losses, where they are wanted, and their mean."""
+        if self.curvature.parts is None:
+            check_loss(loss, "TracerPenalty")
+            return None, loss
+        if not isinstance(loss, Tensor) or loss.ndim != 1 or not loss.requires_grad:
+            raise RuntimeError(
+                f"TracerPenalty with micro_batch({self.curvature.parts}) needs the vector of the examples' losses with "
+                f"its graph (reduction='none'), got {loss!r}"
+            )
+        return loss, loss.mean()
+
+    def _measured(self, loss: Tensor, losses: Tensor | None) -> list[tuple[dict[str, Any], Tensors, Tensors, Tensors]]:
+        """Each group with those of its parameters that the loss depends on, their F with graph, and the average's."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        twice = any(group["rho"] > 0 for group in self.param_groups)
-        found = torch.autograd.grad(loss, params, create_graph=twice, retain_graph=True, allow_unused=True)
-        gradients = {p: g for p, g in zip(params, found, strict=True) if g is not None}
-        slices: list[tuple[dict[str, Any], Tensors, Tensors]] = []
+        strong = any(group["rho"] > 0 for group in self.param_groups)
+        recording = self._recording
+        if recording:
+            recording.stop()  # an estimator may call layers again
+        try:
+            at = Evaluation(loss, params, recording, differentiable=strong, losses=losses)
+            both = {p: pair for p, *pair in zip(at.params, *self.curvature.measure(at), strict=True)}
+        finally:
+            if recording:
+                recording.forget()
+                recording.start()
+        slices: list[tuple[dict[str, Any], Tensors, Tensors, Tensors]] = []
         for group in self.param_groups:
             check_group(group)
-            used = [p for p in group["params"] if p in gradients]
+            used = [p for p in group["params"] if p in both]
             if used:
-                slices.append((group, used, [gradients[p] for p in used]))
+                slices.append((group, used, [both[p][0] for p in used], [both[p][1] for p in used]))
         return slices
 
-    def _average(self, group: dict[str, Any], params: Tensors, g: Tensors) -> Tensors:
+    def _average(self, group: dict[str, Any], params: Tensors, measured: Tensors) -> Tensors:
         return [
-            self.state[p] if p in self.state else curvature.initial_average([x], group["f0"])[0]
-            for p, x in zip(params, g, strict=True)
+            self.state[p] if p in self.state else initial_average([F], group["f0"])[0]
+            for p, F in zip(params, measured, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,7 +259,7 @@ def check_group(group: dict[str, Any]) -> None:
     if "beta" in group:
         checks.number("beta", group["beta"], low=0, high=1)
     if isinstance(group["f0"], str):
-        checks.choice("f0", group["f0"], [curvature.FIRST_GRADIENT])
+        checks.choice("f0", group["f0"], [FIRST_GRADIENT])
     else:
         checks.number("f0", group["f0"], low=0)
 

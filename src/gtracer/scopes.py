@@ -40,12 +40,12 @@ class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self._buffers = list(model.buffers()) if model is not None else []
-        self._saved = tensors.clone(self._buffers)
+        self.buffers = list(model.buffers()) if model is not None else []
+        self.saved = tensors.clone(self.buffers)
 
     @torch.no_grad()
     def restore(self) -> None:
-        tensors.copy_(self._buffers, self._saved)
+        tensors.copy_(self.buffers, self.saved)
 
 
 @contextmanager
@@ -60,6 +60,37 @@ def frozen_statistics(model: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         buffers.restore()
+
+
+class PooledStatistics:
+    """A model's buffers after several passes over parts of one batch, as if it had been one pass.
+
+    Each part starts from the same statistics; at the end they have moved by the mean of the parts' moves. Counters
+    have counted one pass.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._start = Buffers(model)
+        self._moved: Tensors = [torch.zeros_like(b) for b in self._start.buffers]
+
+    @contextmanager
+    def part(self, share: float) -> Iterator[None]:
+        """A pass over this share of the batch."""
+        self._start.restore()
+        yield
+        with torch.no_grad():
+            for moved, now, before in zip(self._moved, self._start.buffers, self._start.saved, strict=True):
+                if now.is_floating_point() or now.is_complex():
+                    moved.add_(now - before, alpha=share)
+                else:
+                    moved.copy_(now ^ before if now.dtype == torch.bool else now - before)
+
+    @torch.no_grad()
+    def conclude(self) -> None:
+        """Leave the pooled statistics in the model."""
+        self._start.restore()
+        for now, moved in zip(self._start.buffers, self._moved, strict=True):
+            now.copy_(now ^ moved if now.dtype == torch.bool else now + moved)
 
 
 class RandomState:

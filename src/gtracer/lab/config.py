@@ -32,8 +32,13 @@ class Config:
     label_column: str = option("label", "a text file's column with the class")
     max_length: int = option(256, "tokens of a text, at most")
     label_noise: float = option(0.0, "share of training labels replaced by a different class")
+    holdout: float = option(
+        0.0, "share of the training data kept out of training, its labels as wrong as the rest, to tune on"
+    )
     augment: bool = option(False, "random crops and flips of images")
-    model: str | None = option(None, "mlp, mlp-bn, resnet20/32/56, wrn-28-K, or a Hugging Face name or folder")
+    model: str | None = option(
+        None, "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, or a Hugging Face name or folder"
+    )
     width: int = option(256, "units of an mlp's hidden layers")
     depth: int = option(2, "number of an mlp's hidden layers")
     optimizer: str = option("sgd-tracer", "one of torch.optim, such as adamw; behind it -tracer, -sam or -asam")
@@ -59,7 +64,7 @@ class Config:
     batch_size: int = option(128, "examples a step")
     schedule: str = option("cosine", "of the learning rate", SCHEDULES)
     warmup: float = option(0.0, "share of the steps over which the learning rate rises")
-    seed: int = option(0, "of the split, the wrong labels, the weights and the batches")
+    seed: int = option(0, "of the splits, the wrong labels, the weights and the batches")
     device: str = option("auto", "cpu, cuda, mps, … or auto")
     precision: str = option("fp32", "of the computation; weights are fp32", PRECISIONS)
 
@@ -85,6 +90,7 @@ class Config:
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)
+        checks.number("holdout", self.holdout, low=0, high=1, open_high=True)
         for name in ("lr", "momentum", "weight_decay", "eps"):
             checks.number(name, getattr(self, name), low=0)
         for name in ("rho", "beta", "delta", "radius", "eta"):

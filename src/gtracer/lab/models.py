@@ -17,6 +17,11 @@ from gtracer.lab.tasks.task import Split, Task
 
 # From indices of a split to what the model takes.
 Batch = Callable[[Tensor], Any]
+# From a number of channels to the layer that normalises them.
+Norm = Callable[[int], nn.Module]
+
+MLP_NORMS: dict[str, Norm | None] = {"mlp": None, "mlp-bn": nn.BatchNorm1d, "mlp-ln": nn.LayerNorm}
+RESNETS = ("resnet20", "resnet32", "resnet56", "resnet20-gn", "wrn-28-2", "wrn-28-10")
 
 
 @dataclass(frozen=True)
@@ -44,28 +49,29 @@ def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, d
     >>> sum(p.numel() for p in network("resnet20", (3, 32, 32), 100).parameters())
     275572
     """
-    if name in ("mlp", "mlp-bn"):
-        return mlp(shape, width, depth, classes, batch_norm=name == "mlp-bn")
-    found = re.fullmatch(r"resnet(\d+)|wrn-(\d+)-([1-9]\d*)", name)
-    layers = int(found[1] or found[2]) if found else 0
+    if name in MLP_NORMS:
+        return mlp(shape, width, depth, classes, MLP_NORMS[name])
+    found = re.fullmatch(r"resnet(\d+)(-gn)?|wrn-(\d+)-([1-9]\d*)", name)
+    layers = int(found[1] or found[3]) if found else 0
     plain = bool(found and found[1]) and layers > 2 and layers % 6 == 2
-    wide = bool(found and found[2]) and layers > 4 and layers % 6 == 4
-    if not plain and not wide:
-        raise unknown("model", name, ["mlp", "mlp-bn", "resnet20", "resnet32", "resnet56", "wrn-28-2", "wrn-28-10"])
+    wide = bool(found and found[3]) and layers > 4 and layers % 6 == 4
+    if not found or not (plain or wide):
+        raise unknown("model", name, [*MLP_NORMS, *RESNETS])
     if len(shape) != 3:
-        raise LabError(f"model {name!r} wants images, the task's examples have shape {shape}: use mlp or mlp-bn")
-    if found and wide:
-        return WideResNet(layers, int(found[3]), shape[0], classes)
-    return ResNet(layers, shape[0], classes)
+        choices = ", ".join(MLP_NORMS)
+        raise LabError(f"model {name!r} wants images, the task's examples have shape {shape}: use one of {choices}")
+    if wide:
+        return WideResNet(layers, int(found[4]), shape[0], classes)
+    return ResNet(layers, shape[0], classes, group_norm if found[2] else nn.BatchNorm2d)
 
 
-def mlp(shape: tuple[int, ...], width: int, depth: int, classes: int, batch_norm: bool) -> nn.Sequential:
+def mlp(shape: tuple[int, ...], width: int, depth: int, classes: int, norm: Norm | None) -> nn.Sequential:
     """Fully connected layers; with batch norm they learn any labels by heart."""
     layers: list[nn.Module] = [nn.Flatten()]
     size = int(torch.Size(shape).numel())
     for _ in range(depth):
-        layers.append(nn.Linear(size, width, bias=not batch_norm))
-        layers += [nn.BatchNorm1d(width), nn.ReLU()] if batch_norm else [nn.ReLU()]
+        layers.append(nn.Linear(size, width, bias=norm is None))
+        layers += [nn.ReLU()] if norm is None else [norm(width), nn.ReLU()]
         size = width
     return nn.Sequential(*layers, nn.Linear(size, classes))
 
@@ -76,17 +82,21 @@ def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return layer
 
 
+def group_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(8, channels)
+
+
 class Block(nn.Module):
     """He et al.'s basic block; where the size changes, the shortcut is subsampled and padded (their option A)."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
-        self.conv1, self.bn1 = conv(inputs, outputs, stride), nn.BatchNorm2d(outputs)
-        self.conv2, self.bn2 = conv(outputs, outputs), nn.BatchNorm2d(outputs)
+        self.conv1, self.norm1 = conv(inputs, outputs, stride), norm(outputs)
+        self.conv2, self.norm2 = conv(outputs, outputs), norm(outputs)
         self.stride, self.padding = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
+        out = self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x)))))
         shortcut = x[:, :, :: self.stride, :: self.stride]
         return functional.relu(out + functional.pad(shortcut, (0, 0, 0, 0, 0, self.padding)))
 
@@ -94,12 +104,12 @@ class Block(nn.Module):
 class ResNet(nn.Sequential):
     """ResNet of CIFAR form: three stages of 16, 32 and 64 channels; depth 6n + 2."""
 
-    def __init__(self, depth: int, channels: int, classes: int) -> None:
-        layers: list[nn.Module] = [conv(channels, 16), nn.BatchNorm2d(16), nn.ReLU()]
+    def __init__(self, depth: int, channels: int, classes: int, norm: Norm = nn.BatchNorm2d) -> None:
+        layers: list[nn.Module] = [conv(channels, 16), norm(16), nn.ReLU()]
         size = 16
         for outputs, stride in ((16, 1), (32, 2), (64, 2)):
             for i in range((depth - 2) // 6):
-                layers.append(Block(size, outputs, stride if i == 0 else 1))
+                layers.append(Block(size, outputs, stride if i == 0 else 1, norm))
                 size = outputs
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, classes))
 

@@ -17,7 +17,7 @@ from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
-from gtracer.optim.tracer import TracerOptimizer
+from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
 
 CHECKPOINT = "checkpoint.pt"
@@ -40,6 +40,9 @@ class Run:
         self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
         self.labels, self.truth = task.train.labels.to(self.device), task.train.truth.to(self.device)
         self.test_labels = task.test.labels.to(self.device)
+        self.holdout = None
+        if task.holdout is not None:
+            self.holdout = built.batches(task.holdout, self.device), task.holdout.labels.to(self.device)
         self.wrong = (task.train.labels != task.train.truth).nonzero().flatten()
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
@@ -111,6 +114,9 @@ class Run:
         logits = self._logits(self.test_batch, torch.arange(len(self.test_labels)))
         row["test_accuracy"] = share_right(logits, self.test_labels)
         row["test_loss"] = cross_entropy(logits, self.test_labels).item()
+        if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
+            batch, labels = self.holdout
+            row["holdout_accuracy"] = share_right(self._logits(batch, torch.arange(len(labels))), labels)
         if len(self.wrong):
             logits, wrong = self._logits(self.train_batch, self.wrong), self.wrong.to(self.device)
             row["memorised"] = share_right(logits, self.labels[wrong])

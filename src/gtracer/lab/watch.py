@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gtracer.lab.errors import LabError
 from gtracer.lab.run import Run
-from gtracer.optim.tracer import TracerOptimizer
+from gtracer.optim.penalised import TracerOptimizer
 
 QUIET_SECONDS = 10.0
 

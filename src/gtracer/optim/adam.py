@@ -1,4 +1,4 @@
-"""Adam-TRACER: one second-moment buffer, fed by the loss, is both f and the preconditioner."""
+"""Adam-TRACER: one second-moment buffer, fed by the loss's curvature, is both f and the preconditioner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from gtracer import checks
-from gtracer.optim.tracer import Options, Params, TracerOptimizer
+from gtracer.curvature import squares
+from gtracer.optim.penalised import Options, TracerOptimizer
+from gtracer.optim.tracer import Params
 from gtracer.optim.trial import Slice, Trial
 from gtracer.penalty import DELTA, RHO
 from gtracer.tensors import Tensors
@@ -19,7 +21,7 @@ from gtracer.tensors import Tensors
 def adam_update_(
     params: Tensors,
     total: Tensors,  # ∇[L + ρT], feeds the first moment
-    loss: Tensors,  # ∇L, feeds the second
+    F: Tensors,  # (∇L)² or another estimate of the curvature, feeds the second
     exp_avg: Tensors,
     exp_avg_sq: Tensors,
     steps: Sequence[float],  # counting this one
@@ -29,10 +31,10 @@ def adam_update_(
     beta2: float,
     eps: float,
 ) -> None:
-    """Adam's update with a gradient for each moment, in place. With both the same it is torch's Adam."""
+    """Adam's update with a source for each moment, in place. With F the square of `total` it is torch's Adam."""
     torch._foreach_lerp_(exp_avg, total, 1 - beta1)
     torch._foreach_mul_(exp_avg_sq, beta2)
-    torch._foreach_addcmul_(exp_avg_sq, loss, loss, 1 - beta2)
+    torch._foreach_add_(exp_avg_sq, F, alpha=1 - beta2)
     denominator = torch._foreach_sqrt(exp_avg_sq)
     torch._foreach_div_(denominator, [(1 - beta2**t) ** 0.5 for t in steps])
     torch._foreach_add_(denominator, eps)
@@ -41,6 +43,8 @@ def adam_update_(
 
 class AdamTracer(TracerOptimizer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
+
+    With another `curvature` (or `average`) than the squared gradient, that estimate feeds the second moment.
 
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
@@ -104,10 +108,10 @@ class AdamTracer(TracerOptimizer):
             )
         checks.betas(group["betas"])
 
-    def _trained(self, p: Tensor) -> bool:
+    def trained(self, p: Tensor) -> bool:
         return bool(self.state.get(p))
 
-    def _stored(self, group: dict[str, Any], params: Tensors) -> Tensors:
+    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
         """f from Adam's buffer, which starts at zero.
 
         With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number
@@ -128,26 +132,28 @@ class AdamTracer(TracerOptimizer):
     def _apply_to(self, part: Slice) -> None:
         group, params = part.group, part.params
         for p in params:
-            if not self._trained(p):
+            if not self.trained(p):
                 self.state[p].update(
                     step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
                 )
             self.state[p]["step"] += 1
         total: Tensors = [p.grad for p in params if p.grad is not None]
-        loss = part.gradients
+        F = part.measured
         lr, decay = float(group["lr"]), group["weight_decay"]
         if group["maximize"]:
-            total, loss = torch._foreach_neg(total), torch._foreach_neg(loss)
+            total = torch._foreach_neg(total)
         if decay and self._decoupled:
             torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
             # Deviation: coupled decay is the gradient of a ridge in the loss, and Adam's buffer holds it too.
             total = torch._foreach_add(total, params, alpha=decay)
-            loss = torch._foreach_add(loss, params, alpha=decay)
+            if part.curvature is None:
+                sign = -1 if group["maximize"] else 1
+                F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
         adam_update_(
             params,
             total,
-            loss,
+            F,
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [float(self.state[p]["step"]) for p in params],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtracer.curvature import squares
 from gtracer.optim.stats import Stats
 from gtracer.penalty import Passes
 from gtracer.tensors import Tensors
@@ -21,6 +22,12 @@ class Slice:
     knobs: dict[str, Any]  # the group's ρ, β, δ, f₀
     params: Tensors
     gradients: Tensors
+    curvature: Tensors | None = None  # F for the average, where it is not the squared gradient
+
+    @property
+    def measured(self) -> Tensors:
+        """F for the average f."""
+        return squares(self.gradients) if self.curvature is None else self.curvature
 
     @property
     def signed_rho(self) -> float:

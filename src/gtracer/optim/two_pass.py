@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,13 +153,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return strong and self.param_groups[0][STEP] % self.interval == 0
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[..., Any] | None = None, *batch: Any) -> Any:
         """Make one step; return the plain loss at the old weights.
 
         Args:
             closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
                 and `backward()` itself. Without a closure the gradients must be there and, where
                 `second_pass_due`, the pass under `perturbed()` must have been made.
+            *batch: What to call the closure with, if anything.
         """
         if self._busy:
             raise RuntimeError(
@@ -175,8 +177,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 if closure is None:
                     trial = self._passes_made()
                 else:
-                    self._random = random
-                    loss, trial = self._make_passes(closure)
+                    loss, trial = self._make_passes(closure, batch)
                 self.stats = trial.stats
                 self._require_finite(trial)
         except NonFiniteError:
@@ -225,13 +226,19 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     # The passes.
 
-    def _make_passes(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
+    def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
+        loss, trial = self._passes_over(partial(closure, *batch))
+        trial.conclude()
+        return loss, trial
+
+    def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
+        """The first pass and those that the trial then wants, over one batch."""
+        self._random = RandomState(self._devices())
         loss = self._first_pass(closure)
         trial = self._begin(loss)
         while trial.displacement is not None:
             with self._displaced_pass(trial):
                 self._evaluate(closure)
-        trial.conclude()
         return loss, trial
 
     def _passes_made(self) -> Trial:

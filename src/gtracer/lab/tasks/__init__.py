@@ -30,7 +30,7 @@ def folder(config: Config) -> Path:
 
 
 def load(config: Config) -> Task:
-    """The task's data; a seeded share of the training labels is wrong."""
+    """The task's data; a seeded share of the training labels is wrong, and a share of the examples held out."""
     path = Path(config.task).expanduser()
     if config.task in TASKS:
         task = TASKS[config.task](config)
@@ -42,4 +42,5 @@ def load(config: Config) -> Task:
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")
-    return task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
+    task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
+    return task.holding_out(config.holdout, config.seed) if config.holdout else task

@@ -28,9 +28,12 @@ FASHION = {
 
 
 def fashion_mnist(folder: Path) -> Task:
-    """60,000 + 10,000 grey images of 28 × 28, from `FOLDER/fashion-mnist/*-ubyte.gz`."""
+    """60,000 + 10,000 grey images of 28 × 28, from `FOLDER/fashion-mnist/*-ubyte.gz` or `FOLDER/*-ubyte.gz`."""
     sources = [Source(f"{ZALANDO}/{name}", checksum) for name, checksum in FASHION.items()]
-    paths = ensure(folder / "fashion-mnist", list(FASHION), sources)
+    # The official files come without a folder of their own; MNIST's, of the same names, may lie beside it.
+    own = folder / "fashion-mnist"
+    here = not own.exists() and all((folder / name).exists() for name in FASHION)
+    paths = ensure(folder if here else own, list(FASHION), sources)
     x, y, x_test, y_test = (_idx(path) for path in paths)
     return _task(10, (x[:, None], y, paths[0]), (x_test[:, None], y_test, paths[2]), (1, 28, 28))
 

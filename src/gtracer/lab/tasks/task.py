@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from gtracer.lab.errors import LabError
 
 Texts = list[tuple[str, ...]]
 
@@ -21,6 +24,12 @@ class Split:
     def clean(cls, inputs: Tensor | Texts, labels: Tensor) -> Split:
         return cls(inputs, labels, labels)
 
+    def rows(self, chosen: Tensor) -> Split:
+        """These examples only, in this order."""
+        x = self.inputs
+        inputs: Tensor | Texts = x[chosen] if isinstance(x, Tensor) else [x[i] for i in chosen.tolist()]
+        return Split(inputs, self.labels[chosen], self.truth[chosen])
+
 
 @dataclass(frozen=True)
 class Task:
@@ -30,7 +39,17 @@ class Task:
     classes: int
     train: Split
     test: Split
+    holdout: Split | None = None  # out of the training data, with the labels that it had there
 
     def with_labels(self, labels: Tensor) -> Task:
         """The same task with other labels to train on."""
         return replace(self, train=replace(self.train, labels=labels))
+
+    def holding_out(self, share: float, seed: int) -> Task:
+        """The same task with a seeded share of the training data kept out of training."""
+        # A seed that nothing else draws from: with the wrong labels' own, just those would be held out.
+        order = torch.randperm(len(self.train.labels), generator=torch.Generator().manual_seed(-1 - seed))
+        held = round(share * len(order))
+        if not 0 < held < len(order):
+            raise LabError(f"holdout = {share} keeps {held} of {len(order)} training examples: both sides need some")
+        return replace(self, train=self.train.rows(order[held:]), holdout=self.train.rows(order[:held]))

@@ -1,4 +1,4 @@
-"""Diagonal curvature: the estimate F at the weights, its average f, and the trace ratio of the two.
+"""The average f of a diagonal curvature F, and the trace ratio of the two.
 
 Pure arithmetic on lists of tensors. δ is `delta`, β is `beta`, F and f keep the paper's letters.
 """
@@ -14,16 +14,14 @@ from gtracer.tensors import Tensors
 FIRST_GRADIENT = "first-gradient"
 
 
-def gradient_magnitude(g: Tensors) -> Tensors:
-    """F = (∇L)², the paper's gradient-magnitude approximation of the Fisher diagonal."""
+def squares(g: Tensors) -> Tensors:
+    """g², coordinate by coordinate."""
     return torch._foreach_mul(g, g)
 
 
-def initial_average(g: Tensors, f0: str | float) -> Tensors:
-    """f₀ of Algorithm 1, which the paper leaves open: the first squared gradient, or a constant."""
-    if isinstance(f0, str):
-        return gradient_magnitude(g)
-    return [torch.full_like(x, f0) for x in g]
+def initial_average(F: Tensors, f0: str | float) -> Tensors:
+    """f₀ of Algorithm 1, which the paper leaves open: the first F (the squared gradient there), or a constant."""
+    return [F_.clone() if isinstance(f0, str) else torch.full_like(F_, f0) for F_ in F]
 
 
 def update_average_(f: Tensors, F: Tensors, beta: float) -> None:

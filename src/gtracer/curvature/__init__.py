@@ -1,0 +1,45 @@
+"""Diagonal curvature: the estimators of F, its average f, and the trace ratio of the two."""
+
+from gtracer.curvature.average import (
+    FIRST_GRADIENT,
+    initial_average,
+    inverse,
+    squares,
+    trace_ratio,
+    update_average_,
+)
+from gtracer.curvature.estimators import (
+    Choice,
+    Estimator,
+    MicroBatch,
+    chosen,
+    gauss_newton,
+    gradient_magnitude,
+    hutchinson,
+    micro_batch,
+    monte_carlo_fisher,
+    per_example,
+)
+from gtracer.curvature.evaluation import Evaluation
+from gtracer.curvature.recording import Recording
+
+__all__ = [
+    "FIRST_GRADIENT",
+    "Choice",
+    "Estimator",
+    "Evaluation",
+    "MicroBatch",
+    "Recording",
+    "chosen",
+    "gauss_newton",
+    "gradient_magnitude",
+    "hutchinson",
+    "initial_average",
+    "inverse",
+    "micro_batch",
+    "monte_carlo_fisher",
+    "per_example",
+    "squares",
+    "trace_ratio",
+    "update_average_",
+]

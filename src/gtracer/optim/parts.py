@@ -1,0 +1,104 @@
+"""A batch taken in micro-batches: split it, and put the parts' passes together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtracer.optim.trial import Plan, Slice, Trial
+
+
+def split(batch: tuple[Any, ...], size: int) -> list[tuple[float, tuple[Any, ...]]]:
+    """Micro-batches of `size` examples, each with its share of the batch; the last may be smaller.
+
+    >>> split((torch.arange(3),), 2)
+    [(0.6666666666666666, (tensor([0, 1]),)), (0.3333333333333333, (tensor([2]),))]
+    """
+    sizes = {len(x) if x.ndim else 0 for x in _tensors(batch)}
+    if not sizes:
+        raise RuntimeError(
+            f"micro_batch({size}) splits the batch: hand it to step, opt.step(closure, x, y), and closure(x, y) will "
+            "be called on parts of it"
+        )
+    if len(sizes) > 1 or 0 in sizes:
+        raise RuntimeError(
+            f"micro_batch({size}) splits every tensor of the batch along its first axis, which must be the examples: "
+            f"got lengths {sorted(sizes)}"
+        )
+    count = sizes.pop()
+    starts = range(0, count, size)
+    return [(min(size, count - i) / count, tuple(_rows(x, slice(i, i + size)) for x in batch)) for i in starts]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    items = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
+    return [x for item in items for x in _tensors(item)]
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    """The same rows of every tensor in tuples, lists and mappings; anything else is for the whole batch."""
+    if isinstance(tree, Tensor):
+        return tree[rows]
+    if isinstance(tree, Mapping):
+        return {key: _rows(item, rows) for key, item in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)([_rows(item, rows) for item in tree])
+    return tree
+
+
+@dataclass
+class Means:
+    """A parameter's means over the parts."""
+
+    gradient: Tensor
+    penalty: Tensor
+    curvature: Tensor
+
+
+class Pool:
+    """The passes of the micro-batches, taken together: means weighted by their shares."""
+
+    def __init__(self) -> None:
+        self._means: dict[Tensor, Means] = {}
+        self._loss: Tensor | None = None
+        self._ratio: Tensor | None = None
+        self._penalised = False
+
+    def add(self, trial: Trial, share: float) -> None:
+        """Take up one micro-batch's passes."""
+        if trial.loss is not None:
+            self._loss = share * trial.loss.detach() + (0 if self._loss is None else self._loss)
+        if trial.trace_ratio is not None:
+            self._ratio = share * trial.trace_ratio + (0 if self._ratio is None else self._ratio)
+        self._penalised |= trial.penalty is not None
+        measured = [F for part in trial.slices for F in part.measured]
+        penalty: list[Tensor | None] = [None] * len(trial.params) if trial.penalty is None else [*trial.penalty]
+        for p, g, change, F in zip(trial.params, trial.gradients, penalty, measured, strict=True):
+            mean = self._means.setdefault(p, Means(*(torch.zeros_like(p) for _ in range(3))))
+            mean.gradient.add_(g, alpha=share)
+            mean.curvature.add_(F, alpha=share)
+            if change is not None:
+                mean.penalty.add_(change, alpha=share)
+
+    def trial(self, slices: list[Slice], *, own_curvature: bool) -> Trial:
+        """One trial for the batch, its penalty there already.
+
+        Args:
+            slices: Groups with their parameters; the gradients are filled in.
+            own_curvature: Whether f is to follow the parts' mean curvature, not the batch's squared gradient.
+        """
+        for part in slices:
+            part.params = [p for p in part.params if p in self._means]
+            part.gradients = [self._means[p].gradient for p in part.params]
+            part.curvature = [self._means[p].curvature for p in part.params] if own_curvature else None
+        slices = [part for part in slices if part.params]
+        trial = Trial(slices, Plan(None, self._ratio), self._loss)
+        if self._penalised:
+            trial.penalty = [self._means[p].penalty for p in trial.params]
+        return trial

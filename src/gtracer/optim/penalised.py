@@ -1,0 +1,354 @@
+"""The penalised gradient ∇[L + ρT] of every TRACER optimiser; where f is kept is left to the subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from gtracer import checks, tensors
+from gtracer.curvature import (
+    FIRST_GRADIENT,
+    Estimator,
+    Evaluation,
+    MicroBatch,
+    Recording,
+    chosen,
+    gradient_magnitude,
+    initial_average,
+    inverse,
+)
+from gtracer.optim import posterior
+from gtracer.optim.parts import Pool, split
+from gtracer.optim.trial import Plan, Slice, Trial
+from gtracer.optim.two_pass import TwoPassOptimizer
+from gtracer.penalty import (
+    RADIUS,
+    check_group,
+    check_loss,
+    differentiated,
+    direction,
+    exact,
+    finite_difference,
+)
+from gtracer.scopes import PooledStatistics
+from gtracer.tensors import Tensors
+
+
+class Options(TypedDict, total=False):
+    """What every TRACER optimiser takes besides ρ, β and δ.
+
+    Attributes:
+        f0: f₀: `"first-gradient"` (default) or a number. May be set per group.
+        curvature: The estimator F, one of `gtracer.curvature` (default `gradient_magnitude`).
+        average: Another estimator for f alone (default: the same).
+        engine: `"finite-difference"`: first-order passes only. `"exact"`: double backward. By default the first where
+            F is a squared gradient, and the second for the other estimators, which have no finite difference.
+        radius: Length of the finite difference's displacement (default 0.05).
+        difference: `"forward"` (default): one further pass. `"central"`: two, with the error squared.
+        interval: Penalise every so many steps (default 1).
+        preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
+        eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
+        model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
+        nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
+            the numbers, and so wait for the device once a step.
+    """
+
+    f0: str | float
+    curvature: Estimator
+    average: Estimator | None
+    engine: str | None
+    radius: float
+    difference: str
+    interval: int
+    preconditioned: bool
+    eta: float | None
+    model: nn.Module | None
+    nonfinite: str
+
+
+class TracerOptimizer(TwoPassOptimizer):
+    """The penalised gradient ∇[L + ρT]; where f is kept is left to the subclass."""
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        defaults: dict[str, Any],
+        *,
+        f0: str | float = FIRST_GRADIENT,
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        engine: str | None = None,
+        radius: float = RADIUS,
+        difference: str = "forward",
+        interval: int = 1,
+        preconditioned: bool = False,
+        eta: float | None = None,
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        if engine is not None:
+            checks.choice("engine", engine, ["finite-difference", "exact"])
+        checks.number("radius", radius, low=0, open_low=True)
+        checks.choice("difference", difference, ["forward", "central"])
+        checks.flag("preconditioned", preconditioned)
+        if eta is not None:
+            checks.number("eta", eta, low=0, open_low=True)
+        checks.kind("model", model, (nn.Module, type(None)))
+        self.curvature = chosen(curvature, average, model)
+        self.engine, self.radius, self.difference = self._suitable(engine), radius, difference
+        self.preconditioned, self.eta = preconditioned, eta
+        super().__init__(base, {**defaults, "f0": f0}, interval=interval, model=model, nonfinite=nonfinite)
+
+    _settings = (
+        *TwoPassOptimizer._settings,
+        "curvature",
+        "engine",
+        "radius",
+        "difference",
+        "preconditioned",
+        "eta",
+    )
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._evaluation: Evaluation | None = None  # of the first pass, until the plan is made
+        self._measured: dict[Tensor, Tensor] | None = None  # F for the average, from a first pass in parts
+
+    def _suitable(self, engine: str | None) -> str:
+        """The engine for the estimators; refused where the one asked for cannot be."""
+        if engine == "finite-difference" and not self._squares(self.curvature.numerator):
+            raise ValueError(
+                f"engine = 'finite-difference' is for squared gradients, and curvature = "
+                f"{self.curvature.numerator!r} is differentiated exactly: leave engine out"
+            )
+        whole = self.curvature.numerator is gradient_magnitude
+        if engine == "exact" and whole and self.curvature.parts is not None:
+            raise ValueError(
+                f"engine = 'exact' needs the whole batch's graph, and average = {self.curvature.average!r} takes it in "
+                "parts: use engine='finite-difference', or micro_batch as curvature too"
+            )
+        return engine or ("finite-difference" if self._squares(self.curvature.numerator) else "exact")
+
+    @staticmethod
+    def _squares(estimator: Estimator) -> bool:
+        """Whether F is the square of a gradient (of a batch or micro-batch), so that ∇T is 2 H u."""
+        return estimator is gradient_magnitude or isinstance(estimator, MicroBatch)
+
+    def trained(self, p: Tensor) -> bool:
+        """Whether f of this parameter is in the state."""
+        raise NotImplementedError
+
+    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
+        """f of parameters that have been trained before."""
+        raise NotImplementedError
+
+    def _average(self, part: Slice) -> Tensors:
+        """f of these parameters, before this step's update: from the state, or f₀."""
+        unknown = [i for i, p in enumerate(part.params) if not self.trained(p)]
+        fresh = {part.params[i]: part.measured[i].detach() for i in unknown} if unknown else {}
+        known = [p for p in part.params if p not in fresh]
+        f = dict(zip(known, self.average_of(part.group, known), strict=True)) if known else {}
+        if fresh:
+            f |= zip(fresh, initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
+        return [f[p] for p in part.params]
+
+    def _plan(self, slices: list[Slice], due: bool) -> Plan:
+        F = self._measure(slices)
+        return self._plan_of_squares(slices, due) if F is None else self._plan_of(F, slices, due)
+
+    def _measure(self, slices: list[Slice]) -> dict[Tensor, Tensor] | None:
+        """Note the curvature for the average in the slices; give the numerator's, where it is no squared gradient."""
+        at, self._evaluation = self._evaluation, None
+        measured, self._measured = self._measured, None
+        F: dict[Tensor, Tensor] | None = None
+        if at is not None:
+            with torch.enable_grad():
+                numerator, average = self.curvature.numerator, self.curvature.average
+                if not self._squares(numerator):
+                    F = dict(zip(at.params, numerator(at), strict=True))
+                if average == numerator:
+                    measured = F
+                elif not self._squares(average):
+                    measured = dict(zip(at.params, average(at), strict=True))
+        if measured is not None:
+            for part in slices:
+                # A Hessian's diagonal may be negative, f must not be.
+                part.curvature = torch._foreach_abs([measured[p].detach() for p in part.params])
+        return F
+
+    def _plan_of(self, F: dict[Tensor, Tensor], slices: list[Slice], due: bool) -> Plan:
+        """For any estimator: T is differentiated as it stands."""
+        ratio: Tensor | None = None
+        weights: list[Tensor] = []
+        for part in slices:
+            weight = inverse(self._average(part), part.knobs["delta"])
+            here = tensors.dot([F[p].detach() for p in part.params], weight)
+            ratio = here if ratio is None else ratio + here.to(ratio.device)
+            weights += torch._foreach_mul(weight, part.signed_rho)
+        params = [p for part in slices for p in part.params]
+        return Plan(differentiated(params, [F[p] for p in params], weights) if due else None, ratio)
+
+    def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
+        ratio: Tensor | None = None
+        u: list[Tensor] = []
+        for part in slices:
+            g = [x.detach() for x in part.gradients]
+            v = direction(g, self._average(part), part.knobs["delta"])
+            here = tensors.dot(g, v)  # Σ g²/(f + δ)
+            ratio = here if ratio is None else ratio + here.to(ratio.device)
+            if due:
+                torch._foreach_mul_(v, part.signed_rho)
+                u += v
+        if not due:
+            return Plan(None, ratio)
+        params = [p for part in slices for p in part.params]
+        gradients = [g for part in slices for g in part.gradients]
+        engine = partial(finite_difference, radius=self.radius, central=self.difference == "central")
+        return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
+
+    def _first_pass(self, closure: Callable[[], Any]) -> Any:
+        if self.engine != "exact" and self._squares(self.curvature.average):
+            return super()._first_pass(closure)
+        params = self._clear_gradients()
+        recording = Recording(self.model) if self.model is not None and self.curvature.needs_layers else None
+        with torch.enable_grad():
+            with recording or nullcontext():
+                loss = closure()
+            if any(p.grad is not None for p in params):
+                raise RuntimeError(
+                    f"engine={self.engine!r} with curvature={self.curvature.numerator!r} differentiates the loss "
+                    "itself: let the closure return the loss without calling backward()"
+                )
+            check_loss(loss, "step(closure)")
+            twice = self.engine == "exact" and self.second_pass_due
+            at = Evaluation(loss, [p for p in params if p.requires_grad], recording, differentiable=twice)
+        if not at.params:
+            raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
+        for p, g in zip(at.params, at.gradients, strict=True):
+            p.grad = g
+        self._evaluation = at
+        return loss
+
+    def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
+        if self.curvature.parts is None:
+            return super()._make_passes(closure, batch)
+        parts = split(batch, self.curvature.parts)
+        if self.curvature.numerator is gradient_magnitude:
+            return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
+        pool, statistics = Pool(), PooledStatistics(self.model)
+        for share, part in parts:
+            with statistics.part(share):
+                _, trial = self._passes_over(partial(closure, *part))
+            pool.add(trial, share)
+        statistics.conclude()
+        slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
+        trial = pool.trial(slices, own_curvature=self.curvature.average is not gradient_magnitude)
+        trial.conclude()
+        return trial.loss, trial
+
+    def _evaluate_parts(self, closure: Callable[..., Any], parts: list[tuple[float, tuple[Any, ...]]]) -> Any:
+        """A closure for the whole batch that takes it in parts, and notes the mean of their squared gradients."""
+        mean: dict[Tensor, Tensor] = {}
+        measured: dict[Tensor, Tensor] = {}
+        total, statistics = None, PooledStatistics(self.model)
+        for share, part in parts:
+            with statistics.part(share):
+                loss = self._evaluate(partial(closure, *part))
+            with torch.no_grad():
+                for p in self._params():
+                    if p.grad is not None:
+                        mean[p] = share * p.grad + mean.get(p, 0)
+                        measured[p] = share * p.grad**2 + measured.get(p, 0)
+                total = share * loss.detach() + (0 if total is None else total) if isinstance(loss, Tensor) else loss
+        statistics.conclude()
+        for p in self._params():
+            p.grad = mean.get(p)
+        self._measured = measured
+        return total
+
+    def perturbed(self) -> Any:
+        if self.engine == "exact" or self.curvature.average is not gradient_magnitude:
+            raise RuntimeError(
+                "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude: otherwise "
+                "use step(closure), or a TracerPenalty on the loss with any optimiser"
+            )
+        return super().perturbed()
+
+    perturbed.__doc__ = TwoPassOptimizer.perturbed.__doc__
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_group(self.knobs(group))
+
+    def _check_parameter(self, label: str, p: Tensor) -> None:
+        if self.engine != "exact" or p.is_complex():
+            super()._check_parameter(label, p)
+        elif p.dtype == torch.float16:
+            raise ValueError(f"{label} is {p.dtype}, in which squared gradients underflow: use float32 or bfloat16")
+
+    def _apply(self, trial: Trial) -> None:
+        for part in trial.slices:
+            self._complete_total(part)
+        super()._apply(trial)
+
+    def _complete_total(self, part: Slice) -> None:
+        """Add what Algorithm 1 leaves out of the derivation, where asked for: the prior's pull, the preconditioner."""
+        if self.eta is None and not self.preconditioned:
+            return
+        total: Tensors = [p.grad for p in part.params if p.grad is not None]
+        if self.eta is not None:
+            total = torch._foreach_add(total, part.params, alpha=part.signed_rho / self.eta)
+        if self.preconditioned:  # f before its update, as in T
+            total = torch._foreach_mul(total, inverse(self._average(part), part.knobs["delta"]))
+        for p, gradient in zip(part.params, total, strict=True):
+            p.grad = gradient
+
+    def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> AbstractContextManager[None]:
+        """Weights drawn from the approximate posterior N(w, s (f + δ)⁻¹) for the time of a `with`.
+
+        Args:
+            examples: Size of the training set, for Bayes's posterior: s = 1/examples. Without it s is ρ, the
+                temperature that the penalty was trained with.
+            temperature: A factor on s. Below 1 the posterior is a cold one.
+        """
+        return posterior.sampled_weights(self, examples, temperature)
+
+    def predict(
+        self,
+        model: nn.Module,
+        x: Any,
+        samples: int = 10,
+        *,
+        examples: int | None = None,
+        temperature: float = 1.0,
+        activation: Callable[[Tensor], Tensor] = posterior.probabilities,
+    ) -> Tensor:
+        """The model's prediction for x, averaged over weights drawn from the posterior; in evaluation mode.
+
+        Args:
+            model: Whose weights are optimised here.
+            x: What it is called with (a mapping: its keyword arguments).
+            samples: Number of draws.
+            examples, temperature: As for `sampled_weights`.
+            activation: From the model's output to what is averaged: by default logits to probabilities.
+        """
+        return posterior.predict(self, model, x, samples, examples, temperature, activation)
+
+    def _update(self, trial: Trial) -> None:
+        super()._update(trial)
+        if self.stats is not None:
+            self.stats.count_damped = self._damped_share
+
+    @torch.no_grad()
+    def _damped_share(self) -> Tensor:
+        """Share of the coordinates where δ > f, now."""
+        below, size = torch.zeros(()), 0
+        for group in self.param_groups:
+            for f in self.average_of(group, [p for p in group["params"] if self.trained(p)]):
+                below = below + (f < self.knobs(group)["delta"]).sum().cpu()
+                size += f.numel()
+        return below / size

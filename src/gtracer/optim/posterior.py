@@ -1,0 +1,87 @@
+"""The approximate posterior that a trained optimiser holds: N(w, s (f + δ)⁻¹), drawn from and averaged over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gtracer import checks
+from gtracer.curvature import inverse
+from gtracer.scopes import displaced
+
+if TYPE_CHECKING:
+    from gtracer.optim.penalised import TracerOptimizer
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    """What a classifier's outputs say, as something that can be averaged."""
+    return torch.softmax(logits, -1)
+
+
+def deviation(opt: TracerOptimizer, examples: int | None, temperature: float) -> dict[Tensor, Tensor]:
+    """The standard deviation of each weight that has been trained."""
+    if examples is not None:
+        checks.count("examples", examples)
+    checks.number("temperature", temperature, low=0)
+    found: dict[Tensor, Tensor] = {}
+    for group in opt.param_groups:
+        knobs = opt.knobs(group)
+        trained = [p for p in group["params"] if opt.trained(p)]
+        scale = temperature * (knobs["rho"] if examples is None else 1 / examples)
+        if trained:
+            f = opt.average_of(group, trained)
+            found |= zip(
+                trained, torch._foreach_sqrt(torch._foreach_mul(inverse(f, knobs["delta"]), scale)), strict=True
+            )
+    if not found:
+        raise RuntimeError("the posterior is that of a trained optimiser, and this one has made no step yet")
+    return found
+
+
+@contextmanager
+def sampled_weights(opt: TracerOptimizer, examples: int | None, temperature: float) -> Iterator[None]:
+    """Weights drawn from the posterior inside; they come back bit for bit."""
+    spread = deviation(opt, examples, temperature)
+    with torch.no_grad():
+        noise = [s * torch.randn_like(s) for s in spread.values()]
+    with displaced(list(spread), noise):
+        yield
+
+
+@torch.no_grad()
+def predict(
+    opt: TracerOptimizer,
+    model: nn.Module,
+    x: Any,
+    samples: int,
+    examples: int | None,
+    temperature: float,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The mean over draws of what the model predicts."""
+    checks.count("samples", samples)
+    total: Tensor | None = None
+    with _evaluating(model):
+        for _ in range(samples):
+            with sampled_weights(opt, examples, temperature):
+                output = model(**x) if isinstance(x, Mapping) else model(x)
+            prediction = activation(getattr(output, "logits", output)) / samples
+            total = prediction if total is None else total + prediction
+    assert total is not None
+    return total
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each module is in its own mode again."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
