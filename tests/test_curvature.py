@@ -347,11 +347,12 @@ def test_gaussian_monte_carlo_penalty_against_differences_of_the_ratio():
 def test_squared_outer_products_against_gradcheck():
     torch.manual_seed(0)
     a, b = (torch.randn(3, size, 4, dtype=torch.float64, requires_grad=True) for size in (2, 5))
-    assert torch.autograd.gradcheck(lambda a, b: layers.SquaredOuter.apply(a, b, None), (a, b))
+    assert torch.autograd.gradcheck(lambda a, b: layers.SquaredOuter.apply(a, b, layers.Sequence()), (a, b))
     image = torch.randn(3, 4, 5, 5, dtype=torch.float64, requires_grad=True)
-    slopes = torch.randn(3, 6, 9, dtype=torch.float64, requires_grad=True)
-    window = layers.Window((3, 3), (1, 1), (1, 1), (2, 2), (5, 5), 2)
-    assert torch.autograd.gradcheck(lambda a, b: layers.SquaredOuter.apply(a, b, window), (image, slopes))
+    slopes = torch.randn(3, 6, 3, 3, dtype=torch.float64, requires_grad=True)
+    for kind in (layers.Convolution, layers.UnfoldedConvolution):
+        slide = kind((2, 2), (1, 1), (1, 1), 2, (3, 3), (5, 5))
+        assert torch.autograd.gradcheck(lambda a, b, s=slide: layers.SquaredOuter.apply(a, b, s), (image, slopes))
 
 
 # The optimisers.
@@ -438,6 +439,51 @@ def test_micro_batch_optimiser_follows_its_penalty(m, engine):
         assert opt.stats.trace_ratio == pytest.approx(penalty.trace_ratio.item(), rel=1e-6)
     assert relative_error(mine.params, other.params) < (1e-10 if engine == "exact" else 1e-7)
     assert relative_error([opt.state[p]["f"] for p in mine.params], [penalty.state[p] for p in other.params]) < 1e-6
+
+
+@pytest.mark.parametrize("central", [False, True])
+def test_vectorised_micro_batches_are_the_same(central):
+    """Batch norm, dropout and a penalty for each group; over several steps, statistics included."""
+
+    def run(vectorised):
+        torch.manual_seed(0)
+        layers = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)
+        model = nn.Sequential(*layers).double()
+        x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+        groups = [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "rho": 0.03, "delta": 0.2}]
+        curvature = c.micro_batch(4, vectorised=vectorised)
+        difference = "central" if central else "forward"
+        opt = SGDTracer(groups, lr=0.1, rho=0.01, f0=0.1, curvature=curvature, model=model, difference=difference)
+        losses = [opt.step(lambda x, y: cross_entropy(model(x), y), x, y).item() for _ in range(3)]
+        return [*model.state_dict().values(), torch.tensor([*losses, opt.stats.trace_ratio]).double()]
+
+    assert relative_error(run(True), run(False)) < 1e-9
+
+
+def test_vectorised_micro_batches_replay_their_dropout():
+    """Against the exact engine, which makes one pass: other masks in the second would show."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+    x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    curvature = c.micro_batch(2, vectorised=True)
+    sizes = []
+    for radius in (1e-4, 1e-5):
+        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.05, curvature=curvature, model=model, radius=radius)
+        torch.manual_seed(3)
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+        sizes.append(opt.stats.penalty_ratio)
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-2)
+
+
+def test_vectorised_micro_batches_that_do_not_divide_the_batch():
+    results = []
+    for vectorised in (True, False):
+        made = make(mlp)
+        curvature = c.micro_batch(2, vectorised=vectorised)
+        opt = SGDTracer(made.params, lr=0.05, rho=0.01, curvature=curvature, model=made.model)
+        opt.step(made.loss_of, made.x, made.y)
+        results.append(made.params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_micro_batch_as_large_as_the_batch_is_the_default():
@@ -737,6 +783,7 @@ def test_outputs_with_positions_are_refused():
         ({"average": 3}, "average must be an estimator"),
         ({"curvature": c.per_example}, "pass model="),
         ({"curvature": c.micro_batch(2), "average": c.micro_batch(3)}, "choose one size"),
+        ({"curvature": c.micro_batch(2, vectorised=True)}, "needs model="),
         ({"curvature": c.hutchinson(), "engine": "finite-difference"}, "leave engine out"),
         ({"average": c.micro_batch(3), "engine": "exact"}, "takes it in parts"),
     ],

@@ -9,7 +9,7 @@ from problems import relative_error
 from test_two_pass import MAKERS, every_optimiser
 from torch import nn
 
-from gtracer import SGDTracer
+from gtracer import SGDTracer, curvature
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,3 +110,76 @@ def test_autocast_keeps_the_penalty():
         return [p.grad.clone() for p in model.parameters()]
 
     assert relative_error(gradient(True), gradient(False)) < 0.1
+
+
+ESTIMATORS = {
+    "gradient_magnitude": {},
+    "exact": {"engine": "exact"},
+    "micro_batch": {"curvature": curvature.micro_batch(4)},
+    "vectorised": {"curvature": curvature.micro_batch(4, vectorised=True)},
+    "per_example": {"curvature": curvature.per_example},
+    "average": {"average": curvature.per_example},
+    "gauss_newton": {"curvature": curvature.gauss_newton()},
+    "hutchinson": {"average": curvature.hutchinson()},
+}
+
+
+def small(norm):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 3, bias=False), norm, nn.SiLU(), nn.Flatten(), nn.Linear(16, 3)
+    x, y = torch.randn(8, 2, 4, 4).double(), torch.randint(3, (8,))
+    return nn.Sequential(*layers).double(), x, y
+
+
+def steps_of(options, device, steps=4, graph_from=None):
+    """The weights after some steps, of which those from `graph_from` on are replays of one captured step."""
+    model, x, y = small(nn.GroupNorm(2, 4))
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, rho=0.02, model=model, nonfinite="ignore", **options)
+
+    def step():
+        opt.step(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(steps if graph_from is None else graph_from):
+            step()
+    torch.cuda.synchronize()
+    if graph_from is not None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(steps - graph_from):
+            graph.replay()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "hutchinson"])
+def test_estimators_are_the_same_as_on_the_cpu(name):
+    assert relative_error(steps_of(ESTIMATORS[name], "cuda"), steps_of(ESTIMATORS[name], "cpu")) < 1e-8
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "hutchinson"])
+def test_a_captured_step_is_the_same_step(name):
+    eager, replayed = steps_of(ESTIMATORS[name], "cuda"), steps_of(ESTIMATORS[name], "cuda", graph_from=2)
+    assert relative_error(replayed, eager) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("net", "options", "reason"),
+    [
+        (nn.Linear(4, 3), {"nonfinite": "ignore"}, "make a step first"),
+        (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), {"nonfinite": "ignore"}, "draw random numbers"),
+        (nn.Linear(4, 3), {"nonfinite": "ignore", "interval": 2}, "interval = 2"),
+        (nn.Linear(4, 3), {}, "nonfinite = 'raise'"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(net, options, reason):
+    net, x = net.cuda(), torch.randn(5, 4, device="cuda")
+    opt = SGDTracer(net.parameters(), lr=0.1, **options)
+    if "first" not in reason:
+        opt.step(lambda: net(x).square().mean())
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=reason), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        opt.step(lambda: net(x).square().mean())
+    opt.step(lambda: net(x).square().mean())

@@ -23,6 +23,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_train(commands)
+    _add_bench(commands)
     return top
 
 
@@ -62,6 +63,25 @@ def _add_train(commands: Any) -> None:
     for item in fields(Config):
         _add_option(options, item)
     train.set_defaults(run=_train)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="what a step costs, measured side by side",
+        description="Time and memory of a training step with every estimator of the curvature, as ratios to the "
+        "gradient magnitude's, measured in turn in one run. On a GPU also with the step captured as a CUDA graph.",
+        epilog="example: gtracer bench estimators --model transformer --rounds 10",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    bench.add_argument("what", choices=["estimators"], help="what to compare")
+    bench.add_argument("--model", default="resnet20-gn", metavar="NAME", help="resnet20, resnet20-gn or transformer")
+    bench.add_argument("--batch-size", type=_at_least_one, default=128, metavar="N", help="examples a step")
+    bench.add_argument("--micro-batch", type=_at_least_one, default=32, metavar="N", help="examples of a micro-batch")
+    bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
+    bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
+    bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
+    bench.set_defaults(run=_bench)
 
 
 def _add_option(options: Any, item: Field[Any]) -> None:
@@ -115,6 +135,15 @@ def _train(chosen: argparse.Namespace) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _bench(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab import bench
+
+    names = ("model", "batch_size", "micro_batch", "rounds", "device", "out")
+    bench.estimators(**{name: getattr(chosen, name) for name in names}, console=Console())
 
 
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:

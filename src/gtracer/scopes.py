@@ -98,8 +98,9 @@ class RandomState:
 
     def __init__(self, devices: set[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
-        # "meta" has no generator and draws nothing.
-        self._devices = {d: _generator(d).get_rng_state(*_index(d)) for d in devices if d.type not in ("cpu", "meta")}
+        # "meta" has no generator and draws nothing; a graph under capture may not be asked.
+        asked = [d for d in devices if d.type not in ("cpu", "meta") and not is_capturing()]
+        self._devices = {d: _generator(d).get_rng_state(*_index(d)) for d in asked}
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
@@ -115,6 +116,11 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def is_capturing() -> bool:
+    """Whether the work is being captured as a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _generator(device: torch.device) -> Any:

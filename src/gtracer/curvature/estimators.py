@@ -35,6 +35,7 @@ class MicroBatch:
     """F = mean_k g_k², with g_k the mean gradient of a micro-batch; the optimisers make its passes themselves."""
 
     size: int
+    vectorised: bool = False
 
     def __call__(self, at: Evaluation) -> Tensors:
         if at.losses is None:
@@ -50,15 +51,22 @@ class MicroBatch:
         return total
 
 
-def micro_batch(m: int) -> MicroBatch:
+def micro_batch(m: int, *, vectorised: bool = False) -> MicroBatch:
     """The mean of squared gradients over micro-batches of `m` examples.
 
     An optimiser with it is given the batch, `opt.step(closure, x, y)`, and calls `closure` on parts of it. The
     penalty's gradient is the mean of the micro-batches' own, each displaced along its own direction, so a step costs
     two passes over the batch as ever. Batch norm sees one micro-batch at a time.
+
+    Args:
+        m: Examples of a micro-batch.
+        vectorised: Take all micro-batches in one pass, by `torch.func.vmap` over as many copies of the weights: for
+            small models on a GPU, whose time goes into launching kernels. It needs `model=` and a closure that `vmap`
+            can take. A batch that m does not divide is taken in parts all the same.
     """
     checks.count("m", m)
-    return MicroBatch(m)
+    checks.flag("vectorised", vectorised)
+    return MicroBatch(m, vectorised)
 
 
 @dataclass(frozen=True)
@@ -232,6 +240,11 @@ class Choice:
         sizes = [x.size for x in (self.numerator, self.average) if isinstance(x, MicroBatch)]
         return min(sizes, default=None)
 
+    @property
+    def vectorised(self) -> bool:
+        """Whether the numerator's micro-batches are taken in one pass."""
+        return isinstance(self.numerator, MicroBatch) and self.numerator.vectorised
+
     def measure(self, at: Evaluation) -> tuple[Tensors, Tensors]:
         """F for the numerator, with its graph if so asked, and |F| for the average, without.
 
@@ -263,4 +276,6 @@ def chosen(curvature: Any, average: Any, model: Any) -> Choice:
         if model is None:
             raise ValueError(f"curvature = {curvature!r}, average = {average!r}: to look into the layers, pass model=")
         Recording(model).check()
+    if choice.vectorised and (model is None or choice.average not in (choice.numerator, gradient_magnitude)):
+        raise ValueError(f"curvature = {curvature!r} needs model= and goes with average=gradient_magnitude or none")
     return choice

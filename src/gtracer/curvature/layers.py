@@ -6,13 +6,15 @@ over positions. The fast paths never hold c_i for the whole batch; all results c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional
+from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gtracer.curvature.recording import INSTEAD, Call
@@ -64,20 +66,23 @@ def _linear(layer: Any, a: Tensor, b: Any) -> Parts:
 
 
 def _linear_weight(a: Tensor, b: Tensor) -> Tensor:
+    squares: Tensor
     if a.shape[1] == 1:  # (b aᵀ)² = b² (a²)ᵀ: no contribution is ever formed
-        squares: Tensor = torch.mm(b[:, 0].square().T, a[:, 0].square())
-        return squares
-    squares = SquaredOuter.apply(a.mT, b.mT, None)  # type: ignore[no-untyped-call]
-    return squares[0]
+        squares = torch.mm(b[:, 0].square().T, a[:, 0].square())
+    else:
+        squares = SquaredOuter.apply(a.mT, b.mT, Sequence())  # type: ignore[no-untyped-call]
+    return squares
 
 
 def _conv(layer: Any, a: Tensor, b: Any) -> Parts:
     a, b = a.to(layer.weight.dtype), b.to(layer.weight.dtype)
-    window = Window(layer.kernel_size, layer.dilation, layer.padding, layer.stride, tuple(a.shape[2:]), layer.groups)
+    positions = b.shape[2:].numel()
+    kind = Convolution if positions > layer.out_channels else UnfoldedConvolution
+    slide = kind(layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size, tuple(a.shape[2:]))
 
     def weight() -> Tensor:
-        squares: Tensor = SquaredOuter.apply(a, b.flatten(2), window)  # type: ignore[no-untyped-call]
-        return squares.reshape(layer.weight.shape)
+        squares: Tensor = SquaredOuter.apply(a, b, slide)  # type: ignore[no-untyped-call]
+        return squares
 
     return {"weight": weight, "bias": lambda: _summed(b, 2, 3)}
 
@@ -149,42 +154,113 @@ def _fast_path(call: Call) -> Callable[[Any, Tensor, Any], Parts] | None:
     return None
 
 
-class Window(NamedTuple):
-    """How a convolution slides."""
+class Sequence:
+    """A linear layer along a sequence: inputs are features × positions."""
 
-    kernel: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: tuple[int, ...]
+    def numbers(self, a: Tensor, b: Tensor) -> int:
+        """How many an example takes."""
+        return a.shape[1] * b.shape[1]
+
+    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+        """Each example's gradient of the weight, b aᵀ."""
+        return b @ a.mT
+
+    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
+        """Each example through weights of its own."""
+        return weights @ a
+
+    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
+        """The transpose of `forward`."""
+        return weights.mT @ b
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The same for a convolution: one with a group for each example."""
+
     stride: tuple[int, ...]
-    size: tuple[int, ...]  # of the image
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
     groups: int
+    kernel: tuple[int, ...]
+    image: tuple[int, ...]
 
-    def columns(self, a: Tensor) -> Tensor:
-        """Examples × channels × height × width to examples × groups × (channels · kernel) × positions."""
-        wide = functional.unfold(a, self.kernel, self.dilation, self.padding, self.stride)
-        return wide.reshape(len(a), self.groups, -1, wide.shape[-1])
+    def numbers(self, a: Tensor, b: Tensor) -> int:
+        return a.shape[1] // self.groups * b.shape[1] * torch.Size(self.kernel).numel()
 
-    def image(self, columns: Tensor) -> Tensor:
-        """The transpose of `columns`."""
-        wide = columns.flatten(1, 2)
-        return functional.fold(wide, self.size, self.kernel, self.dilation, self.padding, self.stride)
+    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+        shape = (len(b) * b.shape[1], a.shape[1] // self.groups, *self.kernel)
+        found = conv2d_weight(_joined(a), shape, _joined(b), *self._slide(len(a)))  # type: ignore[no-untyped-call]
+        return torch.reshape(found, (*b.shape[:2], *shape[1:]))
+
+    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
+        found = functional.conv2d(_joined(a), weights.flatten(0, 1), None, *self._slide(len(a)))
+        return found.reshape(*weights.shape[:2], *found.shape[2:])
+
+    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
+        channels = weights.shape[2] * self.groups
+        shape = (1, len(b) * channels, *self.image)
+        slide = self._slide(len(b))
+        found = conv2d_input(shape, weights.flatten(0, 1), _joined(b), *slide)  # type: ignore[no-untyped-call]
+        return torch.reshape(found, (len(b), channels, *self.image))
+
+    def _slide(self, examples: int) -> tuple[Any, ...]:
+        return self.stride, self.padding, self.dilation, examples * self.groups
+
+
+@dataclass(frozen=True)
+class UnfoldedConvolution(Convolution):
+    """The same through matrices: faster where the channels are many and the positions few."""
+
+    def numbers(self, a: Tensor, b: Tensor) -> int:
+        positions = b.shape[2:].numel()
+        return a.shape[1] * torch.Size(self.kernel).numel() * (positions + b.shape[1] // self.groups)
+
+    def outer(self, a: Tensor, b: Tensor) -> Tensor:
+        found = self._grouped(b) @ self._columns(a).mT
+        return found.reshape(*b.shape[:2], a.shape[1] // self.groups, *self.kernel)
+
+    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
+        found = self._grouped(weights) @ self._columns(a)
+        sizes = [
+            (size + 2 * p - d * (k - 1) - 1) // s + 1
+            for size, p, d, k, s in zip(self.image, self.padding, self.dilation, self.kernel, self.stride, strict=True)
+        ]
+        return found.reshape(*weights.shape[:2], *sizes)
+
+    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
+        columns = (self._grouped(weights).mT @ self._grouped(b)).flatten(1, 2)
+        return functional.fold(columns, self.image, self.kernel, self.dilation, self.padding, self.stride)
+
+    def _columns(self, a: Tensor) -> Tensor:
+        """Examples × groups × (channels · kernel) × positions."""
+        columns = functional.unfold(a, self.kernel, self.dilation, self.padding, self.stride)
+        return columns.reshape(len(a), self.groups, -1, columns.shape[-1])
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Examples × groups × outputs × the rest."""
+        return x.reshape(len(x), self.groups, x.shape[1] // self.groups, -1)
+
+
+def _joined(x: Tensor) -> Tensor:
+    """Examples as channels of one image."""
+    return x.reshape(1, -1, *x.shape[2:])
 
 
 class SquaredOuter(torch.autograd.Function):
-    """Σ_i (b_i a_iᵀ)², for b_i of outputs × positions and a_i of inputs × positions, a few examples at a time.
+    """Σ_i G_i², with G_i = b_i a_iᵀ the gradient of example i, a few examples at a time.
 
-    Autograd would keep every b_i a_iᵀ, and a convolution's unfolded input; here they are made again in the
-    backward pass. With G_i = b_i a_iᵀ and D the gradient of the sum: 2(D ∘ G_i) a_i to b_i, 2(D ∘ G_i)ᵀ b_i to a_i.
+    Autograd would keep every G_i; here they are made again in the backward pass. With D the gradient of the sum,
+    b_i gets what a layer with the weights 2 D ∘ G_i makes of a_i, and a_i what it sends back of b_i.
     """
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, window: Window | None) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, layer: Sequence | Convolution) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.window = window
+        ctx.layer = layer
         total: Tensor | None = None
-        for columns, slopes in _chunks(a, b, window):
-            outer = slopes @ columns.mT
-            squares = torch.linalg.vector_norm(outer, dim=0).square_()
+        for a_, b_ in _chunks(a, b, layer):
+            squares = layer.outer(a_, b_).square_().sum(0)
             total = squares if total is None else total.add_(squares)
         assert total is not None
         return total
@@ -193,23 +269,18 @@ class SquaredOuter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *D: Tensor) -> tuple[Tensor, Tensor, None]:
         a, b = ctx.saved_tensors
-        window: Window | None = ctx.window
+        layer: Sequence | Convolution = ctx.layer
         to_a, to_b = [], []
-        for columns, slopes in _chunks(a, b, window):
-            weighted = (slopes @ columns.mT).mul_(2 * D[0])
-            to_b.append((weighted @ columns).reshape(len(slopes), *b.shape[1:]))
-            back = weighted.mT @ slopes
-            to_a.append(window.image(back) if window else back[:, 0])
+        for a_, b_ in _chunks(a, b, layer):
+            weights = layer.outer(a_, b_).mul_(2 * D[0])
+            to_b.append(layer.forward(a_, weights))
+            to_a.append(layer.backward(b_, weights))
         return torch.cat(to_a), torch.cat(to_b), None
 
 
-def _chunks(a: Tensor, b: Tensor, window: Window | None) -> Any:
-    """Pairs of examples × groups × features × positions, for the inputs and for the gradients."""
-    groups = window.groups if window else 1
-    features = a[0].numel() // a.shape[2:].numel() * (torch.Size(window.kernel).numel() if window else 1)
-    each = features * b.shape[-1] + features // groups * b.shape[1]
-    for a_, b_ in zip(*(torch.split(x, max(1, ROOM // each)) for x in (a, b)), strict=True):
-        yield window.columns(a_) if window else a_[:, None], b_.reshape(len(b_), groups, -1, b_.shape[-1])
+def _chunks(a: Tensor, b: Tensor, layer: Sequence | Convolution) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(1, ROOM // layer.numbers(a, b))
+    yield from zip(torch.split(a, size), torch.split(b, size), strict=True)
 
 
 # Any other layer: torch.func, example by example, a chunk at a time.

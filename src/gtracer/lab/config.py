@@ -53,6 +53,10 @@ class Config:
     beta: float | None = option(None, "β: rate of TRACER's average")
     delta: float | None = option(None, "δ: TRACER's damping")
     f0: str | float | None = option(None, "TRACER's f₀: first-gradient or a number")
+    curvature: str | None = option(
+        None, "TRACER's F: gradient-magnitude, micro-batch-M, per-example, monte-carlo-fisher, gauss-newton, hutchinson"
+    )
+    average: str | None = option(None, "another of these for the average f alone")
     engine: str | None = option(None, "TRACER's: finite-difference or exact")
     radius: float | None = option(None, "displacement of TRACER's finite difference")
     difference: str | None = option(None, "TRACER's: forward or central")
@@ -82,7 +86,7 @@ class Config:
                 checks.choice(item.name, getattr(self, item.name), item.metadata["choices"])
         for name in ("task", "text_columns", "label_column", "optimizer", "device"):
             checks.kind(name, getattr(self, name), str)
-        for name in ("data", "model", "engine", "difference"):
+        for name in ("data", "model", "curvature", "average", "engine", "difference"):
             checks.kind(name, getattr(self, name), (str, type(None)))
         for name in ("max_length", "width", "depth", "interval", "epochs", "batch_size"):
             checks.count(name, getattr(self, name))

@@ -8,6 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from gtracer.curvature import (
+    Estimator,
+    gauss_newton,
+    gradient_magnitude,
+    hutchinson,
+    micro_batch,
+    monte_carlo_fisher,
+    per_example,
+)
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
 from gtracer.optim import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
@@ -20,6 +29,13 @@ BASES: dict[str, type[torch.optim.Optimizer]] = {
     for name, cls in vars(torch.optim).items()
     # These need other gradients than a training step gives.
     if isinstance(cls, type) and name not in ("Optimizer", "LBFGS", "SparseAdam")
+}
+ESTIMATORS: dict[str, Estimator] = {
+    "gradient-magnitude": gradient_magnitude,
+    "per-example": per_example,
+    "monte-carlo-fisher": monte_carlo_fisher(),
+    "gauss-newton": gauss_newton(),
+    "hutchinson": hutchinson(),
 }
 # These keep f and Adam's second moment in one buffer, or follow Algorithm 1 to the letter.
 OWN: dict[str, type[SGDTracer | AdamTracer]] = {"sgd": SGDTracer, "adam": AdamTracer, "adamw": AdamWTracer}
@@ -38,11 +54,12 @@ def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     params = [p for p in model.parameters() if p.requires_grad]
     try:
         if scheme == "tracer" and base in OWN:
-            mine = _given(config, *TRACER) | (_given(config, "beta") if base == "sgd" else {})
+            mine = _given(config, *TRACER) | _estimators(config) | (_given(config, "beta") if base == "sgd" else {})
             return OWN[base](params, **_accepted(OWN[base], config), **mine, interval=config.interval, model=model)
         plain = BASES[base](params, **_accepted(BASES[base], config))
         if scheme == "tracer":
-            return Tracer(plain, **_given(config, "beta", *TRACER), interval=config.interval, model=model)
+            mine = _given(config, "beta", *TRACER) | _estimators(config)
+            return Tracer(plain, **mine, interval=config.interval, model=model)
         if scheme:
             return SAM(
                 plain, adaptive=scheme == "asam", **_given(config, "rho", "eta"), interval=config.interval, model=model
@@ -50,6 +67,20 @@ def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return plain
     except (ValueError, TypeError) as error:
         raise LabError(f"optimizer {config.optimizer!r}: {error}") from error
+
+
+def estimator(name: str) -> Estimator:
+    """An estimator of the curvature by its name."""
+    size = name.removeprefix("micro-batch-")
+    if size != name and size.isdigit() and int(size) > 0:
+        return micro_batch(int(size))
+    if name not in ESTIMATORS:
+        raise unknown("curvature", name, [*ESTIMATORS, "micro-batch-32"])
+    return ESTIMATORS[name]
+
+
+def _estimators(config: Config) -> dict[str, Any]:
+    return {name: estimator(value) for name, value in _given(config, "curvature", "average").items()}
 
 
 def _given(config: Config, *names: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.device = _device(config.device)
+        self.device = device_of(config.device)
         task = tasks.load(config)
         if config.augment and task.kind != "image":
             raise LabError(f"augment = True is for images, the examples of task {config.task!r} are {task.kind}s")
@@ -70,7 +70,7 @@ class Run:
         if self.config.augment:
             inputs = models.cropped_and_flipped(inputs)
         try:
-            loss = float(self.optimizer.step(self._closure(inputs, labels)))  # type: ignore[arg-type]
+            loss = float(self._step(inputs, labels))
         except NonFiniteError:
             loss = math.nan
         if not math.isfinite(loss):
@@ -85,19 +85,20 @@ class Run:
             self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
         return loss
 
-    def _closure(self, inputs: Any, labels: Tensor) -> Callable[[], Tensor]:
-        exact = isinstance(self.optimizer, TracerOptimizer) and self.optimizer.engine == "exact"
+    def _step(self, inputs: Any, labels: Tensor) -> Tensor:
+        """One step of the optimiser; the loss before it."""
+        if isinstance(self.optimizer, TwoPassOptimizer):
+            found: Tensor = self.optimizer.step(self._loss, inputs, labels)
+            return found
+        self.optimizer.zero_grad()
+        loss = self._loss(inputs, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach()
 
-        def closure() -> Tensor:
-            with self._precision():
-                loss = cross_entropy(self.model(inputs).float(), labels)
-            if exact:  # it differentiates the loss itself
-                return loss
-            self.optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-
-        return closure
+    def _loss(self, inputs: Any, labels: Tensor) -> Tensor:
+        with self._precision():
+            return cross_entropy(self.model(inputs).float(), labels)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
@@ -191,7 +192,7 @@ def learning_rate_factor(schedule: str, warmup: int, total: int) -> Callable[[in
     return factor
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The named device, or a GPU where there is one."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)

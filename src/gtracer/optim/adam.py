@@ -57,6 +57,7 @@ class AdamTracer(TracerOptimizer):
     """
 
     _decoupled = False
+    _capturable = False
 
     def __init__(
         self,

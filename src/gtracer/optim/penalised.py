@@ -24,6 +24,7 @@ from gtracer.curvature import (
 )
 from gtracer.optim import posterior
 from gtracer.optim.parts import Pool, split
+from gtracer.optim.stack import Stack, differences
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.penalty import (
@@ -35,7 +36,7 @@ from gtracer.penalty import (
     exact,
     finite_difference,
 )
-from gtracer.scopes import PooledStatistics
+from gtracer.scopes import PooledStatistics, RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
 
 
@@ -240,6 +241,8 @@ class TracerOptimizer(TwoPassOptimizer):
         parts = split(batch, self.curvature.parts)
         if self.curvature.numerator is gradient_magnitude:
             return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
+        if self.curvature.vectorised and self.engine != "exact" and len(parts) * parts[0][0] == 1:
+            return self._make_stacked_passes(closure, batch, len(parts))
         pool, statistics = Pool(), PooledStatistics(self.model)
         for share, part in parts:
             with statistics.part(share):
@@ -248,6 +251,38 @@ class TracerOptimizer(TwoPassOptimizer):
         statistics.conclude()
         slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
         trial = pool.trial(slices, own_curvature=self.curvature.average is not gradient_magnitude)
+        trial.conclude()
+        return trial.loss, trial
+
+    def _make_stacked_passes(
+        self, closure: Callable[..., Any], batch: tuple[Any, ...], count: int
+    ) -> tuple[Any, Trial]:
+        """The passes of all micro-batches at once."""
+        assert self.model is not None
+        params = [p for p in self._params() if p.requires_grad]
+        self._random = RandomState(self._devices())
+        stack = Stack(self.model, closure, params, batch, count)
+        losses, slopes = stack.gradients()
+        self._note_draws()
+        of = dict(zip(params, slopes, strict=True))
+        own_curvature = self.curvature.average is not gradient_magnitude
+        slices, ratio, directions = [], losses.new_zeros(()), []
+        for group in self.param_groups:
+            used = [p for p in group["params"] if p in of]
+            squares = [of[p].square().mean(0) for p in used]
+            part = Slice(
+                group, self.knobs(group), used, [of[p].mean(0) for p in used], squares if own_curvature else None
+            )
+            weight = inverse(self._average(part), part.knobs["delta"])
+            ratio = ratio + tensors.dot(squares, weight)
+            directions += [of[p] * (part.signed_rho * w) for p, w in zip(used, weight, strict=True)]
+            slices.append(part)
+        trial = Trial(slices, Plan(None, ratio), losses.mean())
+        if self.second_pass_due:
+            with frozen_statistics(self.model), replayed_random(self._random, self._devices()):
+                central = self.difference == "central"
+                ordered = [of[p] for p in trial.params]
+                trial.penalty = differences(stack, ordered, directions, self.radius, central)
         trial.conclude()
         return trial.loss, trial
 

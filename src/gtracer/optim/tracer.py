@@ -22,7 +22,7 @@ Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tenso
 class Tracer(TracerOptimizer):
     """TRACER for any torch optimiser: it is fed ∇[L + ρT] instead of ∇L.
 
-    >>> model = nn.Linear(2, 1)
+    >>> model = torch.nn.Linear(2, 1)
     >>> opt = Tracer(torch.optim.RMSprop(model.parameters(), lr=1e-3), rho=0.003)
     >>> loss = opt.step(lambda: model(torch.ones(4, 2)).square().mean())
 

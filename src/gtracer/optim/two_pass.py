@@ -19,7 +19,7 @@ from gtracer import checks
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import NONFINITE, check_loss
-from gtracer.scopes import Buffers, RandomState, displaced, frozen_statistics, replayed_random
+from gtracer.scopes import Buffers, RandomState, displaced, frozen_statistics, is_capturing, replayed_random
 from gtracer.tensors import Tensors
 
 STEP = "gtracer_step"  # in the groups, so that state_dict has it
@@ -83,6 +83,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._trial: Trial | None = None
         self._busy = False
         self._random = RandomState(self._devices())
+        self._draws: bool | None = None  # whether a pass draws random numbers, once a step has shown it
 
     # What a subclass provides.
 
@@ -170,6 +171,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step(closure) after perturbed(): the passes are made already, call step() alone")
         for group in self.param_groups:
             self._check_group(group)
+        if is_capturing():
+            self._check_capture()
         random = RandomState(self._devices())
         loss = None
         try:
@@ -235,11 +238,28 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """The first pass and those that the trial then wants, over one batch."""
         self._random = RandomState(self._devices())
         loss = self._first_pass(closure)
+        self._note_draws()
         trial = self._begin(loss)
         while trial.displacement is not None:
             with self._displaced_pass(trial):
                 self._evaluate(closure)
         return loss, trial
+
+    def _note_draws(self) -> None:
+        if not is_capturing():
+            self._draws = RandomState(self._devices()) != self._random
+
+    def _check_capture(self) -> None:
+        """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
+        reasons = {
+            "make a step first, so that all state exists": self._draws is None,
+            "its passes draw random numbers (dropout), which a graph draws anew": self._draws,
+            f"interval = {self.interval} counts steps outside of the graph, set it to 1": self.interval != 1,
+            f"nonfinite = {self.nonfinite!r} looks at the numbers, set it to 'ignore'": self.nonfinite != "ignore",
+            f"{type(self).__name__} counts steps outside of the graph": not self._capturable,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
 
     def _passes_made(self) -> Trial:
         """The passes that a loop without closure has made before `step()`."""
@@ -349,6 +369,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             p.grad = None
         return params
 
+    _capturable = True
     _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite", "_keys")
 
     def __getstate__(self) -> dict[str, Any]:
