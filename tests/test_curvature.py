@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 
 from gtracer import AdamTracer, AdamWTracer, SGDTracer, Tracer, TracerPenalty, variational
 from gtracer import curvature as c
-from gtracer.curvature import layers
+from gtracer.curvature import evaluation, layers, products
 from gtracer.curvature.likelihood import Bernoulli, Categorical, Gaussian, likelihood_of
 
 
@@ -62,9 +62,9 @@ def dense_gauss_newton(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("room", [layers.ROOM, 1], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("room", [products.ROOM, 1], ids=["whole", "in chunks"])
 def test_per_example_is_the_mean_of_squared_gradients(case, room, monkeypatch):
-    monkeypatch.setattr(layers, "ROOM", room)
+    monkeypatch.setattr(products, "ROOM", room)
     made = make(case)
     assert relative_error(evaluate(made, c.per_example), example_squares(made)) < 1e-12
 
@@ -83,7 +83,7 @@ def test_fast_paths_are_taken(monkeypatch):
     def refuse(*args):
         raise AssertionError("not a fast path")
 
-    monkeypatch.setattr(layers, "_vectorised", refuse)
+    monkeypatch.setattr(evaluation, "vectorised_squares", refuse)
     for case in (mlp, conv, group_norm, encoder):
         evaluate(make(case), c.per_example)
     with pytest.raises(AssertionError, match="not a fast path"):
@@ -347,12 +347,12 @@ def test_gaussian_monte_carlo_penalty_against_differences_of_the_ratio():
 def test_squared_outer_products_against_gradcheck():
     torch.manual_seed(0)
     a, b = (torch.randn(3, size, 4, dtype=torch.float64, requires_grad=True) for size in (2, 5))
-    assert torch.autograd.gradcheck(lambda a, b: layers.SquaredOuter.apply(a, b, layers.Sequence()), (a, b))
+    assert torch.autograd.gradcheck(lambda a, b: products.SquaredOuter.apply(a, b, products.Sequence()), (a, b))
     image = torch.randn(3, 4, 5, 5, dtype=torch.float64, requires_grad=True)
     slopes = torch.randn(3, 6, 3, 3, dtype=torch.float64, requires_grad=True)
-    for kind in (layers.Convolution, layers.UnfoldedConvolution):
+    for kind in (products.Convolution, products.UnfoldedConvolution):
         slide = kind((2, 2), (1, 1), (1, 1), 2, (3, 3), (5, 5))
-        assert torch.autograd.gradcheck(lambda a, b, s=slide: layers.SquaredOuter.apply(a, b, s), (image, slopes))
+        assert torch.autograd.gradcheck(lambda a, b, s=slide: products.SquaredOuter.apply(a, b, s), (image, slopes))
 
 
 # The optimisers.
@@ -417,6 +417,65 @@ def test_average_works_with_the_finite_difference(average):
             opt.step(made.loss_of)
         results.append(made.params)
     assert relative_error(*results) < 1e-6
+
+
+FAST_CASES = [mlp, regression, conv, group_norm, encoder]
+
+
+def penalty_of(case, **options):
+    """ρ∇T of the first step, by what it adds to the gradient."""
+    made = make(case)
+    opt = SGDTracer(made.params, lr=0.1, rho=0.02, delta=0.1, curvature=c.per_example, model=made.model, **options)
+    opt.step(made.loss_of)
+    reference = make(case)
+    plain = torch.autograd.grad(reference.loss_of(), reference.params)
+    return [p.grad - g for p, g in zip(made.params, plain, strict=True)], opt
+
+
+@pytest.mark.parametrize("case", FAST_CASES)
+@pytest.mark.parametrize("room", [products.ROOM, 1], ids=["whole", "in chunks"])
+def test_finite_difference_per_example_converges_to_the_exact_penalty(case, room, monkeypatch):
+    """With the order of its error: 1 one way, 2 both ways."""
+    monkeypatch.setattr(products, "ROOM", room)
+    exact, _ = penalty_of(case, engine="exact")
+    for difference, order in (("forward", 1), ("central", 2)):
+        radii = (1e-2, 1e-3)
+        off = [relative_error(penalty_of(case, radius=r, difference=difference)[0], exact) for r in radii]
+        assert off[1] < 10**-order * 0.05
+        # ReLU has no derivative to converge to where it switches.
+        assert math.log10(off[0] / off[1]) == pytest.approx(order, abs=0.3) or case is mlp
+
+
+def test_finite_difference_per_example_is_the_default_where_it_can_be():
+    for case, engine in ((mlp, "finite-difference"), (encoder, "finite-difference"), (attention, "exact")):
+        made = make(case)
+        opt = SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model)
+        assert opt.engine == engine
+        opt.step(made.loss_of)
+    with pytest.raises(ValueError, match="leave engine out"):
+        SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model, engine="finite-difference")
+
+
+def test_finite_difference_per_example_leaves_no_graph_and_no_hook():
+    made = make(conv)
+    opt = SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model)
+    loss = opt.step(made.loss_of)
+    assert not loss.requires_grad
+    assert not any(p.grad.requires_grad for p in made.params)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in made.model.modules())
+
+
+def test_finite_difference_per_example_with_frozen_weights():
+    results = []
+    for options in ({"engine": "exact"}, {"radius": 1e-5, "difference": "central"}):
+        made = make(conv)
+        made.model[0].weight.requires_grad_(False)
+        made.model[2].bias.requires_grad_(False)
+        params = [p for p in made.params if p.requires_grad]
+        opt = SGDTracer(params, lr=0.1, rho=0.05, curvature=c.per_example, model=made.model, **options)
+        opt.step(made.loss_of)
+        results.append(params)
+    assert relative_error(*results) < 1e-7
 
 
 @pytest.mark.parametrize("engine", ["exact", "finite-difference"])
@@ -596,7 +655,8 @@ def test_adams_second_moment_is_fed_by_the_average(kind):
 
 def test_any_torch_optimiser_takes_an_estimator():
     made, other = make(mlp), make(mlp)
-    opt = Tracer(torch.optim.RMSprop(made.params, lr=0.01), rho=0.01, curvature=c.per_example, model=made.model)
+    base = torch.optim.RMSprop(made.params, lr=0.01)
+    opt = Tracer(base, rho=0.01, curvature=c.per_example, engine="exact", model=made.model)
     penalty = TracerPenalty(other.params, rho=0.01, curvature=c.per_example, model=other.model)
     plain = torch.optim.RMSprop(other.params, lr=0.01)
     for _ in range(3):
@@ -734,9 +794,8 @@ def test_random_numbers_inside_a_layer_are_refused_by_name():
 
 def test_an_embedding_that_mixes_examples_is_refused_by_name():
     model = nn.Sequential(nn.Embedding(5, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(8, 3))
-    assert "layer '0' (Embedding) has max_norm or scale_grad_by_freq" in refusal(
-        model, c.per_example, torch.randint(5, (3, 2))
-    )
+    with pytest.raises(ValueError, match=r"layer '0' \(Embedding\) has max_norm or scale_grad_by_freq"):
+        SGDTracer(model.parameters(), lr=0.1, curvature=c.per_example, model=model)
 
 
 def test_a_model_that_the_closure_does_not_call_is_refused():

@@ -165,6 +165,7 @@ def test_a_captured_step_is_the_same_step(name):
     assert relative_error(replayed, eager) < 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize(
     ("net", "options", "reason"),
     [

@@ -9,6 +9,7 @@ direction)`: it yields displacements of the weights, is sent the gradient of the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from gtracer.curvature import (
     Estimator,
     Evaluation,
     Recording,
+    Shifts,
     chosen,
     gradient_magnitude,
     initial_average,
@@ -29,7 +31,8 @@ from gtracer.curvature import (
 )
 from gtracer.tensors import Tensors
 
-Passes = Generator[Tensors, Tensors, Tensors]
+# Yields a displacement of the weights, or a scope in which they are displaced; is sent gradients; returns ρ∇T.
+Passes = Generator[Tensors | AbstractContextManager[None], Tensors, Tensors]
 
 RHO = 3e-3  # ρ/δ ≈ 0.3 with δ ≫ f did best wherever it was measured: docs/algorithm.md, "Defaults"
 BETA = 0.1
@@ -99,6 +102,27 @@ def finite_difference(
         behind: Tensors = yield displacement
     else:
         behind = gradients
+    torch._foreach_sub_(ahead, behind)
+    tensors.scale_(ahead, length / radius if central else 2 * length / radius)
+    return ahead
+
+
+def example_difference(
+    gradients: Tensors, shifts: Shifts, length: Tensor, *, radius: float = RADIUS, central: bool = False
+) -> Passes:
+    """mean_i 2 H_i u_i from gradients with every example's weights moved along its own u_i; as above.
+
+    Args:
+        gradients: ∇L at the weights.
+        shifts: Moves of the examples by u_i = g_i/(f + δ) times ρ.
+        length: √mean_i ‖u_i‖². One scale for all keeps the moves proportional to u_i, so that one difference of mean
+            gradients is the mean of all of them.
+        radius: The moves' root mean square.
+        central: Whether to take the difference both ways.
+    """
+    scale = torch.where(length > 0, radius / length, 0.0)
+    ahead = yield shifts.made(scale)
+    behind: Tensors = (yield shifts.made(-scale)) if central else gradients
     torch._foreach_sub_(ahead, behind)
     tensors.scale_(ahead, length / radius if central else 2 * length / radius)
     return ahead

@@ -15,12 +15,13 @@ from gtracer.curvature.estimators import (
     chosen,
     gauss_newton,
     gradient_magnitude,
+    has_finite_difference,
     hutchinson,
     micro_batch,
     monte_carlo_fisher,
     per_example,
 )
-from gtracer.curvature.evaluation import Evaluation
+from gtracer.curvature.evaluation import Evaluation, Shifts
 from gtracer.curvature.recording import Recording
 
 __all__ = [
@@ -30,9 +31,11 @@ __all__ = [
     "Evaluation",
     "MicroBatch",
     "Recording",
+    "Shifts",
     "chosen",
     "gauss_newton",
     "gradient_magnitude",
+    "has_finite_difference",
     "hutchinson",
     "initial_average",
     "inverse",

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from gtracer import checks
 from gtracer.curvature.average import squares
 from gtracer.curvature.evaluation import Evaluation, model_output
+from gtracer.curvature.layers import fast_path
 from gtracer.curvature.likelihood import Likelihood, likelihood_of
 from gtracer.curvature.recording import Recording
 from gtracer.tensors import Tensors
@@ -253,6 +254,13 @@ class Choice:
         F = self.numerator(at)
         measured = F if self.average == self.numerator else self.average(at)
         return F, torch._foreach_abs([x.detach() for x in measured])
+
+
+def has_finite_difference(estimator: Estimator, model: nn.Module | None) -> bool:
+    """Whether ∇⟨F, ·⟩ can be had from first-order passes: squared gradients of batches, micro-batches or examples."""
+    if isinstance(estimator, PerExample) and model is not None:
+        return all(fast_path(layer, name) is not None for name, layer in Recording(model).layers)
+    return estimator is gradient_magnitude or isinstance(estimator, MicroBatch)
 
 
 def chosen(curvature: Any, average: Any, model: Any) -> Choice:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gtracer.curvature.layers import squared_contributions
+from gtracer.curvature.layers import Layer, layer_at, vectorised_squares
 from gtracer.curvature.recording import INSTEAD, Call, Recording
 from gtracer.tensors import Tensors
 
@@ -34,6 +36,7 @@ class Evaluation:
     ) -> None:
         self.loss, self.losses, self.differentiable = loss, losses, differentiable
         self._recording = recording
+        self._layers: dict[str, Layer] = {}  # by name, as they were when their squares were asked for
         inputs = [*params, *self._edges()]
         found = torch.autograd.grad(loss, inputs, create_graph=differentiable, retain_graph=True, allow_unused=True)
         pairs = [(p, g) for p, g in zip(params, found[: len(params)], strict=True) if g is not None]
@@ -87,23 +90,24 @@ class Evaluation:
 
     def _squares(self, cotangents: tuple[Tensor | None, ...]) -> dict[Tensor, Tensor]:
         """Σ_i c_i² of every parameter."""
-        examples, wanted = self.recording.examples, set(self.params)
+        examples = self.recording.examples
         squares: dict[Tensor, Tensor] = {}
         home: dict[Tensor, str] = {}
-        rest = list(cotangents)
-        for call in self.recording.calls:
-            mine, rest = rest[: len(call.edges)], rest[len(call.edges) :]
-            names: dict[str, Tensor] = {name: p for name, p in call.layer.named_parameters() if p in wanted}
-            if not names or all(b is None for b in mine):
-                continue
-            for name, square in squared_contributions(call, mine, set(names), examples).items():
-                p = names[name]
+        for call, mine, names in self._used(cotangents):
+            layer = layer_at(call, mine, examples)
+            if layer is None:
+                found = vectorised_squares(call, mine, set(names), examples)
+            else:
+                found = {name: layer.squares(name) for name in names}
+                if cotangents is self._cotangents and not self.differentiable:
+                    self._layers[call.name] = layer
+            for name, p in names.items():
                 if p in home:
                     raise ValueError(
                         f"the parameters of layer {call.name!r} are used twice in one pass (the other time in layer "
                         f"{home[p]!r}), so their gradients per example add up before they are squared: {INSTEAD}"
                     )
-                squares[p], home[p] = square, call.name
+                squares[p], home[p] = found[name], call.name
         for p in self.params:
             if p not in squares:
                 raise ValueError(
@@ -111,6 +115,51 @@ class Evaluation:
                     f"whole model, or {INSTEAD}"
                 )
         return squares
+
+    def _used(
+        self, cotangents: tuple[Tensor | None, ...]
+    ) -> Iterator[tuple[Call, list[Tensor | None], dict[str, Tensor]]]:
+        """The calls that the loss depends on, with the gradients at their outputs and their parameters by name."""
+        wanted, rest = set(self.params), list(cotangents)
+        for call in self.recording.calls:
+            mine, rest = rest[: len(call.edges)], rest[len(call.edges) :]
+            names: dict[str, Tensor] = {name: p for name, p in call.layer.named_parameters() if p in wanted}
+            if names and any(b is not None for b in mine):
+                yield call, mine, names
+
+    def shifts(self, weights: dict[Tensor, Tensor]) -> Shifts:
+        """Every example's own move along weights ∘ g_i, for a pass at parameters that each example has moved so."""
+        layers = []
+        for call, _, names in self._used(self._cotangents):
+            if call.name not in self._layers:
+                kind = type(call.layer).__name__
+                raise ValueError(f"layer {call.name!r} ({kind}) has no difference per example: use engine='exact'")
+            # g_i = examples · c_i, as above.
+            own = {name: self.recording.examples * weights[p] for name, p in names.items()}
+            layers.append((call.layer, self._layers[call.name], own))
+        return Shifts(layers)
+
+
+class Shifts:
+    """Moves of the parameters, for each example its own; layers with what they need for it."""
+
+    def __init__(self, layers: list[tuple[nn.Module, Layer, dict[str, Tensor]]]) -> None:
+        self._layers = layers
+
+    @contextmanager
+    def made(self, scale: Tensor) -> Iterator[None]:
+        """The model's layers, inside, compute with moved parameters: all moves times `scale`."""
+        try:
+            for layer, at, weights in self._layers:
+                layer.forward = _moved(at, {name: scale * weight for name, weight in weights.items()})
+            yield
+        finally:
+            for layer, _, _ in self._layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _moved(at: Layer, weights: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: at.moved(x, weights)
 
 
 def model_output(recording: Recording) -> Tensor:

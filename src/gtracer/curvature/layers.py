@@ -1,43 +1,229 @@
-"""Σ_i c_i² for one layer, where c_i is what example i contributes to the gradient of the layer's parameters.
+"""What each example contributes to the gradient of one layer's parameters, formed only where it must be.
 
-With a the layer's input and b the gradient at its output, a weight's c_i is the outer product of b_i and a_i, summed
-over positions. The fast paths never hold c_i for the whole batch; all results carry the graph of a and b.
+With a the layer's input and b the gradient at its output, example i contributes c_i to a parameter's gradient: to a
+weight the outer product of b_i and a_i, summed over positions. A `Layer` gives Σ_i c_i², with the graph of a and b, and
+what the layer puts out when each example moves its own parameters along its own c_i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional
-from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from gtracer.curvature import products
+from gtracer.curvature.products import Convolution, MovedWeights, Outer, Sequence, SquaredOuter, UnfoldedConvolution
 from gtracer.curvature.recording import INSTEAD, Call
 
-Squares = dict[str, Tensor]  # by the parameter's name in its layer
-ROOM = 2**24  # numbers that a chunk of examples may take
+
+class Layer(ABC):
+    """A layer with a fast path, at one call of it.
+
+    Args:
+        layer: The module.
+        a: Its input.
+        b: The gradient at its output.
+    """
+
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        if not torch.is_grad_enabled():  # nobody will differentiate: let the graph go
+            a, b = a.detach(), b.detach()
+        self.layer, self.a, self.b = layer, a, b
+
+    @abstractmethod
+    def squares(self, name: str) -> Tensor:
+        """Σ_i c_i² of a parameter."""
+
+    @abstractmethod
+    def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        """The output for x when example i has moved each named parameter by weights ∘ c_i, with the graph of x."""
 
 
-def squared_contributions(call: Call, cotangents: list[Tensor | None], wanted: set[str], examples: int) -> Squares:
-    """Σ_i c_i² of the wanted parameters of a layer.
+class Product(Layer):
+    """A layer whose weight is multiplied with the input."""
+
+    outer: Outer
+    inner: tuple[int, ...]  # axes of an example's positions
+
+    def squares(self, name: str) -> Tensor:
+        if name == "bias":
+            return self.b.sum(self.inner).square().sum(0)
+        if not torch.is_grad_enabled():
+            return self.outer.squares()
+        squares: Tensor = SquaredOuter.apply(self.a, self.b, self.outer.layer)  # type: ignore[no-untyped-call]
+        return squares
+
+    def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        W, bias = self.layer.weight, self.layer.bias
+        D = weights.get("weight", torch.zeros_like(W))
+        total: Tensor = MovedWeights.apply(x.to(W.dtype), W, D, self.outer)  # type: ignore[no-untyped-call]
+        if bias is not None:
+            own = weights["bias"] * self.b.sum(self.inner) if "bias" in weights else 0
+            total = total + (bias + own).reshape(-1, len(bias), *[1] * len(self.inner))
+        return total
+
+
+class Linear(Product):
+    """A linear layer, with or without axes between the examples and the features."""
+
+    inner = (2,)
+
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        a, b = (_features_first(x.to(layer.weight.dtype)) for x in (a, b))
+        super().__init__(layer, a, b)
+        self.outer = Outer(a.detach(), b.detach(), Sequence())
+
+    def squares(self, name: str) -> Tensor:
+        if name == "weight" and self.a.shape[2] == 1:  # (b aᵀ)² = b² (a²)ᵀ: no contribution is ever formed
+            squares: Tensor = torch.mm(self.b[..., 0].square().T, self.a[..., 0].square())
+            return squares
+        return super().squares(name)
+
+    def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        if self.a.shape[2] > 1:
+            return super().moved(_features_first(x), weights).mT.reshape(*x.shape[:-1], -1)
+        a, b = self.outer.a[..., 0], self.outer.b[..., 0]
+        total: Tensor = functional.linear(x, self.layer.weight, self.layer.bias)
+        if "weight" in weights:  # (D ∘ b aᵀ) x = b ∘ D (a ∘ x)
+            total = total + (b * ((a * x.reshape(a.shape)) @ weights["weight"].T)).reshape(total.shape)
+        if "bias" in weights:
+            total = total + (weights["bias"] * b).reshape(total.shape)
+        return total
+
+
+class Conv2d(Product):
+    """A convolution with zero padding."""
+
+    inner = (2, 3)
+
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        super().__init__(layer, a.to(layer.weight.dtype), b.to(layer.weight.dtype))
+        kind = UnfoldedConvolution if self._by_matrices() else Convolution
+        slide = kind(layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size, a.shape[2:])
+        self.outer = Outer(self.a.detach(), self.b.detach(), slide)
+
+    def _by_matrices(self) -> bool:
+        """Where matrices are faster than a convolution with a group for each example, as measured."""
+        few_positions = self.b.shape[2:].numel() <= self.b.shape[1]
+        return bool(few_positions != self.b.is_cuda)
+
+
+class Embedding(Layer):
+    """A look-up. A word's gradients add up before they are squared: one sum for each word of each example."""
+
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        super().__init__(layer, a, b)
+        rows, size = layer.num_embeddings, layer.embedding_dim
+        example = torch.arange(len(a), device=a.device).reshape(-1, *[1] * (a.ndim - 1))
+        pairs, self.place = torch.unique((example * rows + a).flatten(), return_inverse=True)
+        slopes = b.reshape(-1, size).to(layer.weight.dtype)
+        self.word = pairs % rows
+        self.sums = slopes.new_zeros(len(pairs), size).index_add(0, self.place, slopes)
+        if layer.padding_idx is not None:
+            self.sums = self.sums * (self.word != layer.padding_idx)[:, None]
+
+    def squares(self, name: str) -> Tensor:
+        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.word, self.sums.square())
+
+    def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        own = weights["weight"][self.word] * self.sums.detach()
+        weight: Tensor = functional.embedding(x, self.layer.weight, self.layer.padding_idx)
+        return weight + own[self.place].reshape(self.b.shape)
+
+
+class Norm(Layer):
+    """A normalisation within each example, with a scale and an offset."""
+
+    inner: list[int]  # axes over which an example's contributions are summed
+    shape: tuple[int, ...]  # of a parameter, to be multiplied with an input
+
+    def normal(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def contributions(self, name: str) -> Tensor:
+        each = self.b if name == "bias" else self.b * self.normal(self.a)
+        return each.sum(self.inner, keepdim=True) if self.inner else each
+
+    def squares(self, name: str) -> Tensor:
+        return self.contributions(name).square().sum(0).reshape(getattr(self.layer, name).shape)
+
+    def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        params: dict[str, Tensor] = {}
+        for name, p in self.layer.named_parameters():
+            params[name] = p.reshape(self.shape)
+            if name in weights:
+                params[name] = params[name] + weights[name].reshape(self.shape) * self.contributions(name).detach()
+        total = self.normal(x) * params["weight"] if "weight" in params else self.normal(x)
+        return total + params["bias"] if "bias" in params else total
+
+
+class LayerNorm(Norm):
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        super().__init__(layer, a, b)
+        self.inner = list(range(1, a.ndim - len(layer.normalized_shape)))
+        self.shape = tuple(layer.normalized_shape)
+
+    def normal(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.layer.normalized_shape, eps=self.layer.eps)
+
+
+class GroupNorm(Norm):
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        super().__init__(layer, a, b)
+        self.inner = list(range(2, a.ndim))
+        self.shape = (a.shape[1], *[1] * (a.ndim - 2))
+
+    def normal(self, x: Tensor) -> Tensor:
+        return functional.group_norm(x, self.layer.num_groups, eps=self.layer.eps)
+
+
+def _features_first(x: Tensor) -> Tensor:
+    """Examples × features × positions."""
+    return x.reshape(len(x), -1, x.shape[-1]).mT
+
+
+FAST: dict[type[nn.Module], type[Layer]] = {
+    nn.Linear: Linear,
+    nn.Conv2d: Conv2d,
+    nn.Embedding: Embedding,
+    nn.LayerNorm: LayerNorm,
+    nn.GroupNorm: GroupNorm,
+}
+
+
+def fast_path(layer: Any, name: str) -> type[Layer] | None:
+    """How a layer's contributions are had fast, if they are; a subclass has it where it computes the same."""
+    for kind, path in FAST.items():
+        if isinstance(layer, kind) and type(layer).forward is kind.forward:
+            if kind is nn.Conv2d and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
+                return None
+            if kind is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq):
+                raise ValueError(
+                    f"layer {name!r} (Embedding) has max_norm or scale_grad_by_freq, which mix the examples of a "
+                    f"batch: leave them out, or {INSTEAD}"
+                )
+            return path
+    return None
+
+
+def layer_at(call: Call, cotangents: list[Tensor | None], examples: int) -> Layer | None:
+    """The layer at this call, where it has a fast path; refused where its batch is not the first axis.
 
     Args:
         call: The layer's call.
         cotangents: The gradient at each of its outputs; None where the loss does not depend on it.
-        wanted: Names of parameters, within the layer.
         examples: How many the batch has.
     """
     _check_batch(call, cotangents, examples)
-    fast = _fast_path(call)
-    if fast is None:
-        return _vectorised(call, cotangents, wanted, examples)
-    parts = fast(call.layer, call.inputs[0], cotangents[0])
-    return {name: parts[name]() for name in wanted}
+    path = fast_path(call.layer, call.name)
+    if path is None or len(call.inputs) != 1 or call.keywords or cotangents[0] is None:
+        return None
+    return path(call.layer, call.inputs[0], cotangents[0])
 
 
 def _check_batch(call: Call, cotangents: list[Tensor | None], examples: int) -> None:
@@ -55,238 +241,13 @@ def _label(call: Call) -> str:
     return f"layer {call.name!r} ({type(call.layer).__name__})"
 
 
-# The fast paths: from a layer, its input and the gradient at its output to Σ_i c_i², parameter by parameter.
-
-Parts = dict[str, Callable[[], Tensor]]
-
-
-def _linear(layer: Any, a: Tensor, b: Any) -> Parts:
-    a, b = (_positions(x.to(layer.weight.dtype)) for x in (a, b))
-    return {"weight": lambda: _linear_weight(a, b), "bias": lambda: _summed(b, 1)}
-
-
-def _linear_weight(a: Tensor, b: Tensor) -> Tensor:
-    squares: Tensor
-    if a.shape[1] == 1:  # (b aᵀ)² = b² (a²)ᵀ: no contribution is ever formed
-        squares = torch.mm(b[:, 0].square().T, a[:, 0].square())
-    else:
-        squares = SquaredOuter.apply(a.mT, b.mT, Sequence())  # type: ignore[no-untyped-call]
-    return squares
-
-
-def _conv(layer: Any, a: Tensor, b: Any) -> Parts:
-    a, b = a.to(layer.weight.dtype), b.to(layer.weight.dtype)
-    positions = b.shape[2:].numel()
-    kind = Convolution if positions > layer.out_channels else UnfoldedConvolution
-    slide = kind(layer.stride, layer.padding, layer.dilation, layer.groups, layer.kernel_size, tuple(a.shape[2:]))
-
-    def weight() -> Tensor:
-        squares: Tensor = SquaredOuter.apply(a, b, slide)  # type: ignore[no-untyped-call]
-        return squares
-
-    return {"weight": weight, "bias": lambda: _summed(b, 2, 3)}
-
-
-def _embedding(layer: Any, index: Tensor, b: Any) -> Parts:
-    def weight() -> Tensor:
-        rows, size = layer.num_embeddings, layer.embedding_dim
-        words, slopes = index.reshape(len(index), -1), b.reshape(-1, size).to(layer.weight.dtype)
-        example = torch.arange(len(words), device=words.device)[:, None]
-        # One sum for each word of each example, since a word's gradients add up before they are squared.
-        pairs, place = torch.unique((example * rows + words).flatten(), return_inverse=True)
-        sums = slopes.new_zeros(len(pairs), size).index_add(0, place, slopes)
-        word = pairs % rows
-        squares = sums.square()
-        if layer.padding_idx is not None:
-            squares = squares * (word != layer.padding_idx)[:, None]
-        return torch.index_add(squares.new_zeros(rows, size), 0, word, squares)
-
-    return {"weight": weight}
-
-
-def _layer_norm(layer: Any, a: Tensor, b: Any) -> Parts:
-    normal = functional.layer_norm(a, layer.normalized_shape, eps=layer.eps)
-    inner = range(1, a.ndim - len(layer.normalized_shape))
-    return {"weight": lambda: _summed(b * normal, *inner), "bias": lambda: _summed(b, *inner)}
-
-
-def _group_norm(layer: Any, a: Tensor, b: Any) -> Parts:
-    normal = functional.group_norm(a, layer.num_groups, eps=layer.eps)
-    inner = range(2, a.ndim)
-    return {"weight": lambda: _summed(b * normal, *inner), "bias": lambda: _summed(b, *inner)}
-
-
-def _positions(x: Tensor) -> Tensor:
-    """Examples × positions × features."""
-    return x.reshape(len(x), -1, x.shape[-1])
-
-
-def _summed(contributions: Tensor, *axes: int) -> Tensor:
-    """Summed over an example's positions, squared, summed over the examples."""
-    whole = contributions.sum(list(axes)) if axes else contributions
-    return whole.square().sum(0)
-
-
-FAST: dict[type[nn.Module], Callable[[Any, Tensor, Any], Parts]] = {
-    nn.Linear: _linear,
-    nn.Conv2d: _conv,
-    nn.Embedding: _embedding,
-    nn.LayerNorm: _layer_norm,
-    nn.GroupNorm: _group_norm,
-}
-
-
-def _fast_path(call: Call) -> Callable[[Any, Tensor, Any], Parts] | None:
-    """A subclass has one where it computes the same."""
-    layer: Any = call.layer
-    if len(call.inputs) != 1 or call.keywords:
-        return None
-    for kind, path in FAST.items():
-        if isinstance(layer, kind) and type(layer).forward is kind.forward:
-            if kind is nn.Conv2d and (layer.padding_mode != "zeros" or isinstance(layer.padding, str)):
-                return None
-            if kind is nn.Embedding and (layer.max_norm is not None or layer.scale_grad_by_freq):
-                raise ValueError(
-                    f"{_label(call)} has max_norm or scale_grad_by_freq, which mix the examples of a batch: leave them "
-                    f"out, or {INSTEAD}"
-                )
-            return path
-    return None
-
-
-class Sequence:
-    """A linear layer along a sequence: inputs are features × positions."""
-
-    def numbers(self, a: Tensor, b: Tensor) -> int:
-        """How many an example takes."""
-        return a.shape[1] * b.shape[1]
-
-    def outer(self, a: Tensor, b: Tensor) -> Tensor:
-        """Each example's gradient of the weight, b aᵀ."""
-        return b @ a.mT
-
-    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
-        """Each example through weights of its own."""
-        return weights @ a
-
-    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
-        """The transpose of `forward`."""
-        return weights.mT @ b
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """The same for a convolution: one with a group for each example."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    kernel: tuple[int, ...]
-    image: tuple[int, ...]
-
-    def numbers(self, a: Tensor, b: Tensor) -> int:
-        return a.shape[1] // self.groups * b.shape[1] * torch.Size(self.kernel).numel()
-
-    def outer(self, a: Tensor, b: Tensor) -> Tensor:
-        shape = (len(b) * b.shape[1], a.shape[1] // self.groups, *self.kernel)
-        found = conv2d_weight(_joined(a), shape, _joined(b), *self._slide(len(a)))  # type: ignore[no-untyped-call]
-        return torch.reshape(found, (*b.shape[:2], *shape[1:]))
-
-    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
-        found = functional.conv2d(_joined(a), weights.flatten(0, 1), None, *self._slide(len(a)))
-        return found.reshape(*weights.shape[:2], *found.shape[2:])
-
-    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
-        channels = weights.shape[2] * self.groups
-        shape = (1, len(b) * channels, *self.image)
-        slide = self._slide(len(b))
-        found = conv2d_input(shape, weights.flatten(0, 1), _joined(b), *slide)  # type: ignore[no-untyped-call]
-        return torch.reshape(found, (len(b), channels, *self.image))
-
-    def _slide(self, examples: int) -> tuple[Any, ...]:
-        return self.stride, self.padding, self.dilation, examples * self.groups
-
-
-@dataclass(frozen=True)
-class UnfoldedConvolution(Convolution):
-    """The same through matrices: faster where the channels are many and the positions few."""
-
-    def numbers(self, a: Tensor, b: Tensor) -> int:
-        positions = b.shape[2:].numel()
-        return a.shape[1] * torch.Size(self.kernel).numel() * (positions + b.shape[1] // self.groups)
-
-    def outer(self, a: Tensor, b: Tensor) -> Tensor:
-        found = self._grouped(b) @ self._columns(a).mT
-        return found.reshape(*b.shape[:2], a.shape[1] // self.groups, *self.kernel)
-
-    def forward(self, a: Tensor, weights: Tensor) -> Tensor:
-        found = self._grouped(weights) @ self._columns(a)
-        sizes = [
-            (size + 2 * p - d * (k - 1) - 1) // s + 1
-            for size, p, d, k, s in zip(self.image, self.padding, self.dilation, self.kernel, self.stride, strict=True)
-        ]
-        return found.reshape(*weights.shape[:2], *sizes)
-
-    def backward(self, b: Tensor, weights: Tensor) -> Tensor:
-        columns = (self._grouped(weights).mT @ self._grouped(b)).flatten(1, 2)
-        return functional.fold(columns, self.image, self.kernel, self.dilation, self.padding, self.stride)
-
-    def _columns(self, a: Tensor) -> Tensor:
-        """Examples × groups × (channels · kernel) × positions."""
-        columns = functional.unfold(a, self.kernel, self.dilation, self.padding, self.stride)
-        return columns.reshape(len(a), self.groups, -1, columns.shape[-1])
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        """Examples × groups × outputs × the rest."""
-        return x.reshape(len(x), self.groups, x.shape[1] // self.groups, -1)
-
-
-def _joined(x: Tensor) -> Tensor:
-    """Examples as channels of one image."""
-    return x.reshape(1, -1, *x.shape[2:])
-
-
-class SquaredOuter(torch.autograd.Function):
-    """Σ_i G_i², with G_i = b_i a_iᵀ the gradient of example i, a few examples at a time.
-
-    Autograd would keep every G_i; here they are made again in the backward pass. With D the gradient of the sum,
-    b_i gets what a layer with the weights 2 D ∘ G_i makes of a_i, and a_i what it sends back of b_i.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, layer: Sequence | Convolution) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.layer = layer
-        total: Tensor | None = None
-        for a_, b_ in _chunks(a, b, layer):
-            squares = layer.outer(a_, b_).square_().sum(0)
-            total = squares if total is None else total.add_(squares)
-        assert total is not None
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *D: Tensor) -> tuple[Tensor, Tensor, None]:
-        a, b = ctx.saved_tensors
-        layer: Sequence | Convolution = ctx.layer
-        to_a, to_b = [], []
-        for a_, b_ in _chunks(a, b, layer):
-            weights = layer.outer(a_, b_).mul_(2 * D[0])
-            to_b.append(layer.forward(a_, weights))
-            to_a.append(layer.backward(b_, weights))
-        return torch.cat(to_a), torch.cat(to_b), None
-
-
-def _chunks(a: Tensor, b: Tensor, layer: Sequence | Convolution) -> Iterator[tuple[Tensor, Tensor]]:
-    size = max(1, ROOM // layer.numbers(a, b))
-    yield from zip(torch.split(a, size), torch.split(b, size), strict=True)
-
-
 # Any other layer: torch.func, example by example, a chunk at a time.
 
 
-def _vectorised(call: Call, cotangents: list[Tensor | None], wanted: set[str], examples: int) -> Squares:
+def vectorised_squares(
+    call: Call, cotangents: list[Tensor | None], wanted: set[str], examples: int
+) -> dict[str, Tensor]:
+    """Σ_i c_i² of the wanted parameters of any layer, by its name in it."""
     params = {name: p for name, p in call.layer.named_parameters() if name in wanted}
     leaves, tree = tree_flatten((call.inputs, call.keywords))
     split = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim and len(x) == examples]
@@ -306,7 +267,7 @@ def _vectorised(call: Call, cotangents: list[Tensor | None], wanted: set[str], e
         return result
 
     each = sum(p.numel() for p in params.values())
-    over_batch = vmap(contribution, chunk_size=max(1, ROOM // each), randomness="error")
+    over_batch = vmap(contribution, chunk_size=max(1, products.ROOM // each), randomness="error")
     try:
         found = over_batch([leaves[i] for i in split], list(slopes_of))
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -36,7 +36,7 @@ class Recording:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._layers = list(_layers(model))
+        self.layers = list(_layers(model))
         self._hooks: list[Any] = []
         self.forget()
 
@@ -48,7 +48,7 @@ class Recording:
 
     def start(self) -> None:
         """Note the passes from now on, those with gradients."""
-        for name, layer in self._layers:
+        for name, layer in self.layers:
             if isinstance(layer, nn.Embedding):
                 self._hooks.append(layer.register_forward_pre_hook(self._repeat_positions))
             self._hooks.append(layer.register_forward_hook(self._note(name), with_kwargs=True))

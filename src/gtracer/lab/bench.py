@@ -132,6 +132,11 @@ def build(model: str, options: dict[str, Any], batch: int, device: torch.device)
 
 def captured(step: Step) -> Step:
     """The step as a CUDA graph, after a few on a stream of their own."""
+
+    def replay() -> Step:
+        graph.replay()
+        return step  # the graph holds addresses alone: what lies there must stay
+
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -141,7 +146,7 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return replay
 
 
 def seconds_of(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -220,6 +225,7 @@ def estimators(
     if model not in MODELS:
         raise unknown("model", model, MODELS)
     place = device_of(device)
+    torch.backends.cudnn.benchmark = True  # each shape gets its fastest kernel, for every row alike
     rows = choices(model, micro_batch, place)
     seconds = {}
     modes: dict[str, Callable[[Step], Step]] = {"eager": lambda step: step}

@@ -19,12 +19,13 @@ from gtracer.curvature import (
     Recording,
     chosen,
     gradient_magnitude,
+    has_finite_difference,
     initial_average,
     inverse,
 )
 from gtracer.optim import posterior
 from gtracer.optim.parts import Pool, split
-from gtracer.optim.stack import Stack, differences
+from gtracer.optim.stack import Stack, flat, mean_product
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.penalty import (
@@ -34,6 +35,7 @@ from gtracer.penalty import (
     differentiated,
     direction,
     exact,
+    example_difference,
     finite_difference,
 )
 from gtracer.scopes import PooledStatistics, RandomState, frozen_statistics, replayed_random
@@ -101,31 +103,25 @@ class TracerOptimizer(TwoPassOptimizer):
             checks.number("eta", eta, low=0, open_low=True)
         checks.kind("model", model, (nn.Module, type(None)))
         self.curvature = chosen(curvature, average, model)
-        self.engine, self.radius, self.difference = self._suitable(engine), radius, difference
+        self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
         self.preconditioned, self.eta = preconditioned, eta
         super().__init__(base, {**defaults, "f0": f0}, interval=interval, model=model, nonfinite=nonfinite)
 
-    _settings = (
-        *TwoPassOptimizer._settings,
-        "curvature",
-        "engine",
-        "radius",
-        "difference",
-        "preconditioned",
-        "eta",
-    )
+    _settings = (*TwoPassOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
 
     def _forget(self) -> None:
         super()._forget()
         self._evaluation: Evaluation | None = None  # of the first pass, until the plan is made
         self._measured: dict[Tensor, Tensor] | None = None  # F for the average, from a first pass in parts
 
-    def _suitable(self, engine: str | None) -> str:
+    def _suitable(self, engine: str | None, model: nn.Module | None) -> str:
         """The engine for the estimators; refused where the one asked for cannot be."""
-        if engine == "finite-difference" and not self._squares(self.curvature.numerator):
+        possible = has_finite_difference(self.curvature.numerator, model)
+        if engine == "finite-difference" and not possible:
             raise ValueError(
-                f"engine = 'finite-difference' is for squared gradients, and curvature = "
-                f"{self.curvature.numerator!r} is differentiated exactly: leave engine out"
+                f"engine = 'finite-difference' is for squared gradients (per example: of Linear, Conv2d, Embedding, "
+                f"LayerNorm, GroupNorm), and curvature = {self.curvature.numerator!r} is differentiated exactly here: "
+                "leave engine out"
             )
         whole = self.curvature.numerator is gradient_magnitude
         if engine == "exact" and whole and self.curvature.parts is not None:
@@ -133,7 +129,7 @@ class TracerOptimizer(TwoPassOptimizer):
                 f"engine = 'exact' needs the whole batch's graph, and average = {self.curvature.average!r} takes it in "
                 "parts: use engine='finite-difference', or micro_batch as curvature too"
             )
-        return engine or ("finite-difference" if self._squares(self.curvature.numerator) else "exact")
+        return engine or ("finite-difference" if possible else "exact")
 
     @staticmethod
     def _squares(estimator: Estimator) -> bool:
@@ -159,12 +155,14 @@ class TracerOptimizer(TwoPassOptimizer):
         return [f[p] for p in part.params]
 
     def _plan(self, slices: list[Slice], due: bool) -> Plan:
-        F = self._measure(slices)
-        return self._plan_of_squares(slices, due) if F is None else self._plan_of(F, slices, due)
-
-    def _measure(self, slices: list[Slice]) -> dict[Tensor, Tensor] | None:
-        """Note the curvature for the average in the slices; give the numerator's, where it is no squared gradient."""
         at, self._evaluation = self._evaluation, None
+        F = self._measure(slices, at)
+        if F is None or at is None:
+            return self._plan_of_squares(slices, due)
+        return self._plan_of(F, at, slices, due)
+
+    def _measure(self, slices: list[Slice], at: Evaluation | None) -> dict[Tensor, Tensor] | None:
+        """Note the curvature for the average in the slices; give the numerator's, where it is no squared gradient."""
         measured, self._measured = self._measured, None
         F: dict[Tensor, Tensor] | None = None
         if at is not None:
@@ -182,8 +180,8 @@ class TracerOptimizer(TwoPassOptimizer):
                 part.curvature = torch._foreach_abs([measured[p].detach() for p in part.params])
         return F
 
-    def _plan_of(self, F: dict[Tensor, Tensor], slices: list[Slice], due: bool) -> Plan:
-        """For any estimator: T is differentiated as it stands."""
+    def _plan_of(self, F: dict[Tensor, Tensor], at: Evaluation, slices: list[Slice], due: bool) -> Plan:
+        """For any estimator: T is differentiated as it stands, or example by example."""
         ratio: Tensor | None = None
         weights: list[Tensor] = []
         for part in slices:
@@ -192,7 +190,16 @@ class TracerOptimizer(TwoPassOptimizer):
             ratio = here if ratio is None else ratio + here.to(ratio.device)
             weights += torch._foreach_mul(weight, part.signed_rho)
         params = [p for part in slices for p in part.params]
-        return Plan(differentiated(params, [F[p] for p in params], weights) if due else None, ratio)
+        if not due:
+            return Plan(None, ratio)
+        if self.engine == "exact":
+            return Plan(differentiated(params, [F[p] for p in params], weights), ratio)
+        gradients = [g for part in slices for g in part.gradients]
+        # mean_i ‖u_i‖² with u_i = weights ∘ g_i
+        length = tensors.dot([F[p] for p in params], torch._foreach_mul(weights, weights)).sqrt()
+        shifts = at.shifts(dict(zip(params, weights, strict=True)))
+        central = self.difference == "central"
+        return Plan(example_difference(gradients, shifts, length, radius=self.radius, central=central), ratio)
 
     def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
         ratio: Tensor | None = None
@@ -213,7 +220,8 @@ class TracerOptimizer(TwoPassOptimizer):
         return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
 
     def _first_pass(self, closure: Callable[[], Any]) -> Any:
-        if self.engine != "exact" and self._squares(self.curvature.average):
+        squared = self._squares(self.curvature.average) and self._squares(self.curvature.numerator)
+        if self.engine != "exact" and squared:
             return super()._first_pass(closure)
         params = self._clear_gradients()
         recording = Recording(self.model) if self.model is not None and self.curvature.needs_layers else None
@@ -233,7 +241,7 @@ class TracerOptimizer(TwoPassOptimizer):
         for p, g in zip(at.params, at.gradients, strict=True):
             p.grad = g
         self._evaluation = at
-        return loss
+        return loss.detach()  # its graph goes with the evaluation
 
     def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
         if self.curvature.parts is None:
@@ -264,25 +272,22 @@ class TracerOptimizer(TwoPassOptimizer):
         stack = Stack(self.model, closure, params, batch, count)
         losses, slopes = stack.gradients()
         self._note_draws()
-        of = dict(zip(params, slopes, strict=True))
-        own_curvature = self.curvature.average is not gradient_magnitude
-        slices, ratio, directions = [], losses.new_zeros(()), []
+        squares = slopes.square().mean(0)
+        own = self.curvature.average is not gradient_magnitude
+        at = dict(zip(params, zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True), strict=True))
+        slices = []
         for group in self.param_groups:
-            used = [p for p in group["params"] if p in of]
-            squares = [of[p].square().mean(0) for p in used]
-            part = Slice(
-                group, self.knobs(group), used, [of[p].mean(0) for p in used], squares if own_curvature else None
-            )
-            weight = inverse(self._average(part), part.knobs["delta"])
-            ratio = ratio + tensors.dot(squares, weight)
-            directions += [of[p] * (part.signed_rho * w) for p, w in zip(used, weight, strict=True)]
-            slices.append(part)
-        trial = Trial(slices, Plan(None, ratio), losses.mean())
+            used = [p for p in group["params"] if p in at]
+            F = [at[p][1] for p in used] if own else None
+            slices.append(Slice(group, self.knobs(group), used, [at[p][0] for p in used], F))
+        inverses = [inverse(self._average(part), part.knobs["delta"]) for part in slices]
+        trial = Trial(slices, Plan(None, squares @ flat([x for part in inverses for x in part])), losses.mean())
         if self.second_pass_due:
+            rhos = [torch._foreach_mul(x, part.signed_rho) for x, part in zip(inverses, slices, strict=True)]
+            weights = flat([x for part in rhos for x in part])
             with frozen_statistics(self.model), replayed_random(self._random, self._devices()):
                 central = self.difference == "central"
-                ordered = [of[p] for p in trial.params]
-                trial.penalty = differences(stack, ordered, directions, self.radius, central)
+                trial.penalty = stack.pieces(mean_product(stack, slopes, weights, self.radius, central))
         trial.conclude()
         return trial.loss, trial
 

@@ -50,44 +50,46 @@ class Stack:
         self._batch = tree_map(lambda x: torch.unflatten(x, 0, (count, -1)) if isinstance(x, Tensor) else x, plain)
         self._axes = tree_map(lambda x: 0 if isinstance(x, Tensor) else None, self._batch)
 
-    def gradients(self, displacements: Tensors | None = None) -> tuple[Tensor, Tensors]:
-        """Each micro-batch's loss, and its gradient at the weights or at weights of its own; stacked.
+    def gradients(self, displacements: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Each micro-batch's loss, and its gradient at the weights or at weights of its own: a row each.
 
         The model's statistics have moved by the mean of the micro-batches' moves.
         """
-        weights = self._params if displacements is None else torch._foreach_add(displacements, self._params)
-        buffers = {name: torch.stack([b] * self._count) for name, b in self._called.named_buffers()}
+        buffers = {name: b.expand(self._count, *b.shape).clone() for name, b in self._called.named_buffers()}
 
         def loss(weights: list[Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]) -> Tensor:
-            found: Tensor = functional_call(
-                self._called, {**dict(zip(self._names, weights, strict=True)), **buffers}, batch
-            )
+            values = {**dict(zip(self._names, weights, strict=True)), **buffers}
+            found: Tensor = functional_call(self._called, values, batch)
             return found
 
+        weights = self._params if displacements is None else self.pieces(displacements + flat(self._params))
         axes = (None if displacements is None else 0, 0, self._axes)
-        over_parts = vmap(grad_and_value(loss), axes, randomness="different")
-        slopes, losses = over_parts(list(weights), buffers, self._batch)
+        slopes, losses = vmap(grad_and_value(loss), axes, randomness="different")(list(weights), buffers, self._batch)
         for name, buffer in self._called.named_buffers():
             moved = buffers[name]
             if buffer.is_floating_point() or buffer.is_complex():
                 buffer.add_((moved - buffer).mean(0))
             else:
                 buffer.copy_(moved[0])
-        return losses, slopes
+        return losses, torch.cat([x.flatten(1) for x in slopes], 1)
+
+    def pieces(self, rows: Tensor) -> Tensors:
+        """A vector of all parameters, or a row of such for each micro-batch, cut into their shapes."""
+        parts = torch.split(rows, [p.numel() for p in self._params], -1)
+        return [part.reshape(*rows.shape[:-1], *p.shape) for part, p in zip(parts, self._params, strict=True)]
 
 
-def differences(stack: Stack, slopes: Tensors, directions: Tensors, radius: float, central: bool) -> Tensors:
-    """The mean over micro-batches of 2 H_k u_k, each from gradients `radius` away along its own u_k."""
-    size = torch.stack([torch.linalg.vector_norm(u.flatten(1), dim=1) for u in directions])
-    length = torch.linalg.vector_norm(size, dim=0)
-    scale = torch.where(length > 0, radius / length, 0.0)  # a vanished gradient has no penalty
-    displacements = [u * _along(scale, u) for u in directions]
-    ahead = stack.gradients(displacements)[1]
-    behind = stack.gradients(torch._foreach_neg(displacements))[1] if central else slopes
-    factor = length / radius if central else 2 * length / radius
-    return [((a - b) * _along(factor, a)).mean(0) for a, b in zip(ahead, behind, strict=True)]
+def flat(xs: Tensors) -> Tensor:
+    """All of a list in one vector: one kernel for what would be one for each parameter."""
+    return torch.cat([x.reshape(-1) for x in xs])
 
 
-def _along(factors: Tensor, like: Tensor) -> Tensor:
-    """A factor for each micro-batch, to be multiplied with a stack."""
-    return factors.reshape(-1, *[1] * (like.ndim - 1))
+def mean_product(stack: Stack, slopes: Tensor, weights: Tensor, radius: float, central: bool) -> Tensor:
+    """The mean over micro-batches of 2 H_k u_k, u_k = weights ∘ slope, from gradients `radius` away along each u_k."""
+    directions = slopes * weights
+    length = torch.linalg.vector_norm(directions, dim=1, keepdim=True)
+    directions *= torch.where(length > 0, radius / length, 0.0)  # a vanished gradient has no penalty
+    ahead = stack.gradients(directions)[1]
+    behind = stack.gradients(-directions)[1] if central else slopes
+    change: Tensor = (ahead - behind) * (length / radius if central else 2 * length / radius)
+    return change.mean(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ class Trial:
         # A closure that calls backward() itself may return what it likes.
         self.loss = torch.as_tensor(loss) if isinstance(loss, Tensor | float) else None
         self.trace_ratio = plan.trace_ratio
-        self.displacement: Tensors | None = None
+        self.displacement: Tensors | AbstractContextManager[None] | None = None
         self.penalty: Tensors | None = None
         self.stats: Stats | None = None
         self.penalised = plan.passes is not None

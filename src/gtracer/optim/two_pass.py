@@ -310,7 +310,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _displaced_pass(self, trial: Trial) -> Iterator[None]:
         """One further pass, where the trial wants it; its gradients are handed to the trial."""
         self._clear_gradients()
-        place = nullcontext() if trial.displacement is None else displaced(trial.params, trial.displacement)
+        place = trial.displacement or nullcontext()
+        if isinstance(place, list | tuple):
+            place = displaced(trial.params, place)
         with place, frozen_statistics(self.model), replayed_random(self._random, self._devices()):
             yield
         if trial.displacement is not None:
