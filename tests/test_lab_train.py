@@ -19,7 +19,7 @@ from test_lab_tasks import cifar_pickle, task_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli
+from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli, curvature
 from gtracer.lab import environment, files, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
@@ -608,3 +608,52 @@ class TestCommandLine:
         assert "default: 0.02" in out
         assert "example: gtracer train" in out
         assert "--label-noise" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        ("gradient-magnitude", curvature.gradient_magnitude),
+        ("micro-batch-7", curvature.micro_batch(7)),
+        ("per-example", curvature.per_example),
+        ("monte-carlo-fisher", curvature.monte_carlo_fisher()),
+        ("gauss-newton", curvature.gauss_newton()),
+        ("hutchinson", curvature.hutchinson()),
+    ],
+)
+def test_estimators_by_name(name, estimator, tmp_path):
+    """For the numerator and for the average, and each of them trains."""
+    config = replace(SMALL, model="mlp", curvature=name, epochs=1, rho=1e-5)
+    built = optimizers.build(config, nn.Linear(2, 2))
+    assert built.curvature.numerator == built.curvature.average == estimator
+    record = train(config, tmp_path / name, [])
+    assert math.isfinite(record.curves["train_loss"][-1])
+    apart = optimizers.build(replace(config, optimizer="rmsprop-tracer", curvature=None, average=name), nn.Linear(2, 2))
+    assert apart.curvature.numerator is curvature.gradient_magnitude
+    assert apart.curvature.average == estimator
+
+
+@pytest.mark.parametrize("name", ["per-exemple", "micro-batch-0", "micro-batch-", "micro-batch-x"])
+def test_an_unknown_estimator_lists_the_near_ones(name):
+    with pytest.raises(LabError, match="per-example|micro-batch-32"):
+        optimizers.build(replace(SMALL, curvature=name), nn.Linear(2, 2))
+
+
+def test_an_estimator_that_the_model_cannot_have_is_one_clear_line(tmp_path):
+    with pytest.raises(LabError, match=r"'sgd-tracer': layer '2' \(BatchNorm1d\)"):
+        train(replace(SMALL, model="mlp-bn", curvature="per-example"), tmp_path / "run", [])
+
+
+def test_the_study_of_estimators_runs(tmp_path):
+    """One epoch, two methods: tuned on held-out data, then trained on all of it."""
+    script = Path(__file__).parent.parent / "studies" / "estimators.py"
+    words = ["--epochs", "1", "--seeds", "1", "--methods", "SGD", "per-example", "--out", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=True)
+    result = json.loads((tmp_path / "result.json").read_text())["methods"]
+    assert len(result["per-example"]["holdout"]) == 11
+    best = max(result["per-example"]["holdout"], key=lambda rho: result["per-example"]["holdout"][rho])
+    assert float(best) == result["per-example"]["rho"]
+    assert f"| per-example | {result['per-example']['rho']:g}" in done.stdout
+    final = Record.read(tmp_path / "final" / f"per-example-{result['per-example']['rho']}-0")
+    assert final.config.holdout == 0
+    assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]

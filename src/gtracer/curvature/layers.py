@@ -40,6 +40,10 @@ class Layer(ABC):
         """Σ_i c_i² of a parameter."""
 
     @abstractmethod
+    def gradient(self, name: str) -> Tensor:
+        """Σ_i c_i of a parameter."""
+
+    @abstractmethod
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The output for x when example i has moved each named parameter by weights ∘ c_i, with the graph of x."""
 
@@ -57,6 +61,9 @@ class Product(Layer):
             return self.outer.squares()
         squares: Tensor = SquaredOuter.apply(self.a, self.b, self.outer.layer)  # type: ignore[no-untyped-call]
         return squares
+
+    def gradient(self, name: str) -> Tensor:
+        return self.b.sum((0, *self.inner)) if name == "bias" else self.outer.sum()
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         W, bias = self.layer.weight, self.layer.bias
@@ -130,6 +137,9 @@ class Embedding(Layer):
     def squares(self, name: str) -> Tensor:
         return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.word, self.sums.square())
 
+    def gradient(self, name: str) -> Tensor:
+        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.word, self.sums)
+
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         own = weights["weight"][self.word] * self.sums.detach()
         weight: Tensor = functional.embedding(x, self.layer.weight, self.layer.padding_idx)
@@ -151,6 +161,9 @@ class Norm(Layer):
 
     def squares(self, name: str) -> Tensor:
         return self.contributions(name).square().sum(0).reshape(getattr(self.layer, name).shape)
+
+    def gradient(self, name: str) -> Tensor:
+        return self.contributions(name).sum(0).reshape(getattr(self.layer, name).shape)
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         params: dict[str, Tensor] = {}

@@ -1,0 +1,65 @@
+"""`gtracer bench`: every row is a real step of what it says, and the numbers are written as they were measured."""
+
+import json
+import statistics
+
+import pytest
+import torch
+from problems import relative_error
+
+from gtracer import cli
+from gtracer.curvature import Evaluation, Recording, per_example
+from gtracer.lab import bench
+from gtracer.lab.errors import LabError
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("model", bench.MODELS)
+def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "peaks", lambda model, rows, *rest: dict.fromkeys(rows, 3_000_000))
+    monkeypatch.setenv("COLUMNS", "120")
+    out = tmp_path / "bench.json"
+    words = ["bench", "estimators", "--model", model, "--rounds", "1", "--batch-size", "4", "--micro-batch", "2"]
+    assert cli.main([*words, "--device", "cpu", "--out", str(out)]) == 0
+    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    seconds = {name: statistics.median(times) for name, times in result["seconds"]["eager"].items()}
+    assert set(seconds) == set(bench.choices(model, 2, CPU))
+    for name, time in seconds.items():
+        row = next(line for line in printed.splitlines() if f" {name} " in line)
+        cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+        ratios = [f"{time / seconds[base]:.2f}" for base in (bench.BASE, bench.EXACT)]
+        assert cells == [name, f"{time * 1e3:.1f}", f"{time * 1e3:.1f} – {time * 1e3:.1f}", *ratios, "3"]
+    assert result["versions"]["torch"] == torch.__version__
+
+
+def test_an_unknown_model_is_refused(capsys):
+    assert cli.main(["bench", "estimators", "--model", "resnet21"]) == 1
+    assert "resnet20" in capsys.readouterr().err
+    with pytest.raises(LabError, match="resnet20"):
+        bench.estimators(model="resnet21", batch_size=1, micro_batch=1, rounds=1, device="cpu", out=None, console=None)
+
+
+def test_the_naive_estimator_is_the_same_estimator():
+    """Else the comparison with it would say nothing."""
+    torch.manual_seed(0)
+    model = bench.Transformer(words=20, length=4, width=8, layers=1).double()
+    x, y = torch.randint(20, (5, 4)), torch.randint(bench.CLASSES, (5,))
+    with Recording(model) as recording:
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    at = Evaluation(loss, list(model.parameters()), recording)
+    assert relative_error(bench.naive_per_example(model, x, y)(at), per_example(at)) < 1e-10
+
+
+def test_rows_are_measured_in_turn():
+    order = []
+    steps = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    seconds = bench.seconds_of(steps, 3, CPU)
+    assert order == ["a", "b"] * 5
+    assert [len(times) for times in seconds.values()] == [3, 3]
+
+
+def test_memory_of_a_step_is_seen():
+    """A batch eight times as large takes more; the process's own memory is not counted."""
+    small, large = (bench.peak("resnet20", "SGD", batch, 2, "cpu") for batch in (16, 128))
+    assert large > 4 * max(small, 1_000_000)
