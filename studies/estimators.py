@@ -81,7 +81,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="of these, the first so many")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS), help="for the result")
+    parser.add_argument("--tuning-seeds", type=int, default=len(TUNING_SEEDS), help="for the choice of ρ")
+    parser.add_argument("--holdout", type=float, default=0.1, help="share of the data that ρ is chosen on")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=Path("runs/estimators"))
     chosen = parser.parse_args()
@@ -89,10 +91,10 @@ def main() -> None:
     grids = {method: METHODS[method] for method in chosen.methods}
     with ProcessPoolExecutor(chosen.workers) as pool:
         trials = {
-            (method, rho, seed): config(base, method, rho, seed, holdout=0.1)
+            (method, rho, seed): config(base, method, rho, seed, chosen.holdout)
             for method, grid in grids.items()
             for rho in grid
-            for seed in TUNING_SEEDS[: chosen.seeds]
+            for seed in TUNING_SEEDS[: chosen.tuning_seeds]
         }
         tuned = everything(pool, trials, chosen.out / "tuning")
         mean = {
@@ -101,7 +103,7 @@ def main() -> None:
         }
         best = {method: max(grid, key=lambda rho, m=method: mean[m, rho]) for method, grid in grids.items()}
         finals = {
-            (method, rho, seed): config(base, method, rho, seed, holdout=0.0)
+            (method, rho, seed): config(base, method, rho, seed, 0.0)
             for method, rho in best.items()
             for seed in SEEDS[: chosen.seeds]
         }
@@ -124,7 +126,8 @@ def main() -> None:
                 for r in grids[method]
             },
         }
-    result = {"config": finals[next(iter(finals))].to_mapping() | {"data": None}, "methods": methods}
+    tuning = {"holdout": chosen.holdout, "seeds": TUNING_SEEDS[: chosen.tuning_seeds]}
+    result = {"config": finals[next(iter(finals))].to_mapping() | {"data": None}, "tuning": tuning, "methods": methods}
     files.write(chosen.out / "result.json", (json.dumps(result, indent=1) + "\n").encode())
     print(table(result))
 
