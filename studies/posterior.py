@@ -2,8 +2,9 @@
 
     python studies/posterior.py
 
-Trains an MLP on digits with and without the penalty, with clean labels and with half of them wrong, and prints NLL, expected calibration error and
-accuracy on the test set: of the weights alone, and averaged over 50 draws at several temperatures.
+Trains an MLP on digits with and without the penalty, with clean labels and with half of them wrong, and prints NLL,
+expected calibration error and accuracy on the test set: of the weights alone, and averaged over 50 draws at several
+temperatures.
 """
 
 from __future__ import annotations

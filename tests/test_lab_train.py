@@ -647,7 +647,8 @@ def test_an_estimator_that_the_model_cannot_have_is_one_clear_line(tmp_path):
 def test_the_study_of_estimators_runs(tmp_path):
     """One epoch, two methods: tuned on held-out data, then trained on all of it."""
     script = Path(__file__).parent.parent / "studies" / "estimators.py"
-    words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--methods", "SGD", "per-example", "--out", str(tmp_path)]
+    words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path)]
+    words += ["--methods", "SGD", "per-example"]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=True)
     result = json.loads((tmp_path / "result.json").read_text())["methods"]
     assert len(result["per-example"]["holdout"]) == 11
