@@ -900,3 +900,97 @@ def test_a_closure_that_calls_backward_is_refused_where_the_graph_is_needed():
 
     with pytest.raises(RuntimeError, match=r"without calling backward\(\)"):
         opt.step(closure)
+
+
+def test_an_evaluation_says_what_it_lacks():
+    made = make(mlp)
+    at = c.Evaluation(made.loss_of(), made.params)
+    with pytest.raises(ValueError, match="pass model="):
+        c.per_example(at)
+    with pytest.raises(ValueError, match="losses one by one"):
+        c.micro_batch(2)(at)
+
+
+def test_an_output_that_is_no_tensor_is_refused():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.inner(x), x
+
+    message = refusal(Pair(), c.gauss_newton(), torch.randn(3, 4), lambda pair, y: cross_entropy(pair[0], y))
+    assert "the model gives a tuple" in message
+
+
+def test_logits_are_found_in_an_object():
+    """As Hugging Face's models give it."""
+
+    class Output:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return Output(self.inner(x))
+
+    made = make(mlp)
+    plain = evaluate(made, c.gauss_newton())
+    model = Wrapped(made.model)
+    with c.Recording(model) as recording:
+        loss = cross_entropy(model(made.x).logits, made.y)
+    assert relative_error(c.gauss_newton()(c.Evaluation(loss, made.params, recording)), plain) < 1e-12
+
+
+def test_a_linear_loss_has_no_curvature():
+    w = nn.Parameter(torch.randn(3))
+    opt = SGDTracer([w], lr=0.1, curvature=c.hutchinson())
+    opt.step(lambda: w.sum())
+    assert torch.equal(opt.state[w]["f"], torch.zeros(3))
+
+
+def test_a_layer_called_otherwise_has_no_difference_per_example():
+    """By keyword: `torch.func` takes it, the finite difference says so."""
+
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.inner(input=x)
+
+    model, x = Keyword(), torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"layer 'inner' \(Linear\) has no difference per example: use engine='exact'"):
+        SGDTracer(model.parameters(), lr=0.1, curvature=c.per_example, model=model).step(
+            lambda: model(x).square().mean()
+        )
+    SGDTracer(model.parameters(), lr=0.1, curvature=c.per_example, model=model, engine="exact").step(
+        lambda: model(x).square().mean()
+    )
+
+
+def test_stacked_weights_must_be_the_models():
+    model, extra = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+    opt = SGDTracer([*model.parameters(), extra], lr=0.1, curvature=c.micro_batch(2, vectorised=True), model=model)
+    with pytest.raises(ValueError, match=r"shape \(3,\) is not in model="):
+        opt.step(lambda x: (model(x) * extra).square().mean(), torch.randn(4, 4))
+
+
+def test_a_loss_that_depends_on_nothing_is_refused():
+    made = make(mlp)
+    opt = SGDTracer(made.params, lr=0.1, curvature=c.per_example, engine="exact", model=made.model)
+    other = nn.Parameter(torch.ones(()))
+    with pytest.raises((ValueError, RuntimeError), match="none of the optimiser's parameters|model="):
+        opt.step(lambda: made.model(made.x).detach().sum() * other)
+
+
+@pytest.mark.parametrize("loss", [["a", "list"], None])
+def test_what_is_no_loss_at_all_is_refused(loss):
+    with pytest.raises(ValueError, match="no known output distribution"):
+        c.gauss_newton(loss)

@@ -53,8 +53,9 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
     lines = [line for page in PAGES for block in blocks("sh", page.read_text()) for line in block.splitlines()]
     commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]
     assert commands
+    quick = {"bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"]}
     for words in commands:
-        assert cli.main([*words, "--epochs", "1"]) == 0
+        assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0
 
 
 def test_the_derivation_s_example_runs(capsys):
@@ -63,6 +64,19 @@ def test_the_derivation_s_example_runs(capsys):
     exec(block, names)
     assert "tensor(" in capsys.readouterr().out
     torch.testing.assert_close(names["q"].mean, torch.full((2,), 0.86, dtype=torch.float64), rtol=0, atol=0.005)
+
+
+def test_the_curvature_s_examples_run(tmp_path):
+    """In a net without batch norm, in order: the last optimiser made is the one that is drawn from."""
+    names = surroundings(tmp_path)
+    model = names["model"] = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    names["x"], names["y"] = names["batch"]
+    names["loss_of"] = lambda batch: cross_entropy(model(batch[0]), batch[1])
+    start = model[0].weight.detach().clone()
+    for block in blocks("python", (ROOT / "docs" / "curvature.md").read_text()):
+        exec(block, names)
+    assert not torch.equal(start, model[0].weight)
+    torch.testing.assert_close(names["p"].sum(1), torch.ones(6))
 
 
 def test_both_sides_of_the_diff_run(tmp_path):

@@ -39,7 +39,7 @@ class Evaluation:
     ) -> None:
         self.loss, self.losses, self.differentiable = loss, losses, differentiable
         self._recording = recording
-        self._layers: dict[str, Layer] = {}  # by name, as they were when their squares were asked for
+        self._layers: dict[str, Layer] = {}  # by name, where gradients are taken by examples
         self.params: Tensors = params
         inside = {p for call in self._calls() for p in call.layer.parameters()} if by_examples else set()
         direct, edges = [p for p in params if p not in inside], self._edges()
@@ -59,7 +59,9 @@ class Evaluation:
         slopes: dict[Tensor, Tensor | None] = {}
         for call, mine, names in self._used(self._cotangents):
             layer = layer_at(call, mine, self.recording.examples)
-            assert layer is not None  # by_examples is for models of fast paths
+            if layer is None:
+                kind = type(call.layer).__name__
+                raise ValueError(f"layer {call.name!r} ({kind}) has no difference per example: use engine='exact'")
             self._layers[call.name] = layer
             slopes |= {p: layer.gradient(name) for name, p in names.items()}
         return slopes
@@ -120,8 +122,6 @@ class Evaluation:
                 found = vectorised_squares(call, mine, set(names), examples)
             else:
                 found = {name: layer.squares(name) for name in names}
-                if cotangents is self._cotangents and not self.differentiable:
-                    self._layers[call.name] = layer
             for name, p in names.items():
                 if p in home:
                     raise ValueError(
@@ -149,12 +149,12 @@ class Evaluation:
                 yield call, mine, names
 
     def shifts(self, weights: dict[Tensor, Tensor]) -> Shifts:
-        """Every example's own move along weights ∘ g_i, for a pass at parameters that each example has moved so."""
+        """Every example's own move along weights ∘ g_i, for a pass at parameters that each example has moved so.
+
+        It takes an evaluation `by_examples`.
+        """
         layers = []
         for call, _, names in self._used(self._cotangents):
-            if call.name not in self._layers:
-                kind = type(call.layer).__name__
-                raise ValueError(f"layer {call.name!r} ({kind}) has no difference per example: use engine='exact'")
             # g_i = examples · c_i, as above.
             own = {name: self.recording.examples * weights[p] for name, p in names.items()}
             layers.append((call.layer, self._layers[call.name], own))

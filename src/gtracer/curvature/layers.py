@@ -121,29 +121,30 @@ class Conv2d(Product):
 
 
 class Embedding(Layer):
-    """A look-up. A word's gradients add up before they are squared: one sum for each word of each example."""
+    """A look-up. A word's gradients add up over an example before they are squared."""
 
     def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
-        super().__init__(layer, a, b)
-        rows, size = layer.num_embeddings, layer.embedding_dim
-        example = torch.arange(len(a), device=a.device).reshape(-1, *[1] * (a.ndim - 1))
-        pairs, self.place = torch.unique((example * rows + a).flatten(), return_inverse=True)
-        slopes = b.reshape(-1, size).to(layer.weight.dtype)
-        self.word = pairs % rows
-        self.sums = slopes.new_zeros(len(pairs), size).index_add(0, self.place, slopes)
+        words, slopes = a.reshape(len(a), -1), b.reshape(len(a), -1, b.shape[-1]).to(layer.weight.dtype)
         if layer.padding_idx is not None:
-            self.sums = self.sums * (self.word != layer.padding_idx)[:, None]
+            slopes = slopes * (words != layer.padding_idx)[..., None]
+        super().__init__(layer, words, slopes)
+        same = (words[:, :, None] == words[:, None, :]).to(slopes.dtype)
+        # At each position the whole of its word, and how often the example has that.
+        self.sums, self.count = same @ self.b, same.sum(2, keepdim=True)
 
     def squares(self, name: str) -> Tensor:
-        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.word, self.sums.square())
+        return self._by_word(self.sums.square() / self.count)
 
     def gradient(self, name: str) -> Tensor:
-        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.word, self.sums)
+        return self._by_word(self.b)
+
+    def _by_word(self, x: Tensor) -> Tensor:
+        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.a.flatten(), x.flatten(0, 1))
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
-        own = weights["weight"][self.word] * self.sums.detach()
-        weight: Tensor = functional.embedding(x, self.layer.weight, self.layer.padding_idx)
-        return weight + own[self.place].reshape(self.b.shape)
+        own = weights["weight"][self.a] * self.sums.detach()
+        plain: Tensor = functional.embedding(x, self.layer.weight, self.layer.padding_idx)
+        return plain + own.reshape(-1, *plain.shape[1:])
 
 
 class Norm(Layer):

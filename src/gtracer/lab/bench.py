@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import mmap
-import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 
 from gtracer import curvature
 from gtracer.curvature import Estimator, Evaluation
@@ -168,10 +166,8 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak(model: str, row: str, batch: int, micro: int, name: str) -> int:
-    """Bytes that a step takes at its highest beyond what was there before it; on a CPU, of a fresh process."""
-    device = torch.device(name)
-    step = build(model, choices(model, micro, device)[row], batch, device)
+def peak(step: Step, device: torch.device) -> int:
+    """Bytes that torch allocates in a step, at their highest, beyond what was there before it."""
     step()  # the optimiser's state is there then
     if device.type == "cuda":
         _finish(device)
@@ -180,42 +176,12 @@ def peak(model: str, row: str, batch: int, micro: int, name: str) -> int:
         step()
         _finish(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with ThreadPoolExecutor(1) as watcher:
-        done = threading.Event()
-        highest = watcher.submit(_highest_resident, done)
-        before = _resident()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
-        done.set()
-        return highest.result() - before
-
-
-def _highest_resident(done: threading.Event) -> int:
-    """The most memory of the process until it is done, looked at every millisecond."""
-    highest = _resident()
-    while not done.wait(0.001):
-        highest = max(highest, _resident())
+    changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    highest: int = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
     return highest
-
-
-def _resident() -> int:
-    """Bytes of the process that are in memory; 0 where only another system than Linux could tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * mmap.PAGESIZE
-
-
-def peaks(model: str, rows: list[str], batch: int, micro: int, device: torch.device) -> dict[str, int]:
-    """The peak of every row."""
-    if device.type == "cuda":
-        return {row: peak(model, row, batch, micro, device.type) for row in rows}
-    context = multiprocessing.get_context("spawn")
-    found = {}
-    for row in track(rows, description="memory", transient=True):
-        with ProcessPoolExecutor(1, mp_context=context) as worker:
-            found[row] = worker.submit(peak, model, row, batch, micro, device.type).result()
-    return found
 
 
 def estimators(
@@ -232,13 +198,10 @@ def estimators(
     if place.type == "cuda":
         modes["CUDA graph"] = captured
     for mode, made in modes.items():
-        steps = {}
-        for row, options in rows.items():
-            if mode == "eager" or (model, row) not in UNCAPTURED:
-                steps[row] = made(build(model, options, batch_size, place))
+        steps = {row: made(build(model, options, batch_size, place)) for row, options in rows.items()}
         seconds[mode] = seconds_of(steps, rounds, place)
-        del steps
-    memory = peaks(model, list(rows), batch_size, micro_batch, place)
+    built = {row: build(model, options, batch_size, place) for row, options in rows.items()}
+    memory = {row: peak(built.pop(row), place) for row in rows}
     result = {
         "bench": "estimators",
         "model": model,
@@ -254,13 +217,6 @@ def estimators(
     if out is not None:
         files.write(out, (json.dumps(result, indent=1) + "\n").encode())
     return result
-
-
-# A look-up of words adds up what an example has of each, and how many that is only the device knows.
-UNCAPTURED = {
-    ("transformer", row)
-    for row in ("per_example", "per_example, in f alone", "monte_carlo_fisher", "gauss_newton, sampled")
-}
 
 
 def _table(result: dict[str, Any], mode: str, seconds: dict[str, list[float]]) -> Table:
