@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+from common import everything
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from gtracer.lab.record import Record
 
 TRACER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SAM = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
@@ -36,34 +37,6 @@ def config(base: dict, method: str, rho: float, seed: int, holdout: float) -> Co
         method, {"optimizer": "sgd-tracer", "curvature": method, "rho": rho}
     )
     return Config(model="mlp", label_noise=0.5, lr=0.1, seed=seed, holdout=holdout, device="cpu", **base, **own)
-
-
-def run(settings: Config, folder: Path) -> dict[str, float]:
-    """Train (once) and give the last epoch's row; a run that blew up has learnt nothing."""
-    import torch
-
-    from gtracer.lab.errors import LabError
-    from gtracer.lab.train import train
-
-    torch.set_num_threads(1)
-    try:
-        record = train(settings, folder, [], resume=(folder / "record.json").exists())
-    except LabError as error:
-        if "not finite" not in str(error):
-            raise
-        return {"test_accuracy": 0.0, "holdout_accuracy": 0.0, "diverged": 1.0}
-    return Record.summary(record)["last"]
-
-
-def everything(pool: ProcessPoolExecutor, cells: dict[tuple, Config], out: Path) -> dict[tuple, dict[str, float]]:
-    """Run all cells side by side, the dear ones first."""
-    dear = sorted(cells, key=lambda cell: -ESTIMATORS.index(cell[0]) if cell[0] in ESTIMATORS else 1)
-    waiting = {pool.submit(run, cells[cell], out / "-".join(map(str, cell))): cell for cell in dear}
-    rows = {}
-    for done in as_completed(waiting):
-        rows[waiting[done]] = done.result()
-        print(f"{len(rows)}/{len(cells)} {waiting[done]} {rows[waiting[done]]['test_accuracy']:.3f}", flush=True)
-    return rows
 
 
 def table(result: dict) -> str:
@@ -105,7 +78,7 @@ def main() -> None:
             for rho in grid
             for seed in TUNING_SEEDS[: chosen.tuning_seeds]
         }
-        tuned = everything(pool, trials, chosen.out / "tuning")
+        tuned = everything(pool, trials, chosen.out / "tuning", ESTIMATORS)
         mean = {
             cell[:2]: statistics.mean(tuned[other]["holdout_accuracy"] for other in trials if other[:2] == cell[:2])
             for cell in trials
@@ -116,7 +89,7 @@ def main() -> None:
             for method, rho in best.items()
             for seed in SEEDS[: chosen.seeds]
         }
-        last = everything(pool, finals, chosen.out / "final")
+        last = everything(pool, finals, chosen.out / "final", ESTIMATORS)
     methods = {}
     for method, rho in best.items():
         rows = [last[cell] for cell in finals if cell[0] == method]
