@@ -889,6 +889,40 @@ def test_micro_batch_needs_the_batch():
         penalty(made.loss_of())
 
 
+@pytest.mark.parametrize("rho", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"average": c.per_example},
+        {"curvature": c.micro_batch(2), "average": c.gradient_magnitude},
+        {"average": c.micro_batch(2)},
+    ],
+    ids=str,
+)
+def test_loops_without_closure_are_refused(options, rho):
+    """Also at ρ = 0, where no second pass is due: f would follow something else."""
+    made = make(mlp)
+    opt = SGDTracer(made.params, lr=0.1, rho=rho, model=made.model, **options)
+    made.loss_of().backward()
+    with pytest.raises(RuntimeError, match="curvature"):
+        opt.perturbed()
+    with pytest.raises(RuntimeError, match="without a closure"):
+        opt.step()
+
+
+def test_vectorised_micro_batches_of_any_number():
+    """49 times 1/49 is not 1: all 49 are to be taken at once, in one call of the closure for each pass."""
+    model, calls = nn.Linear(2, 2), []
+
+    def closure(x):
+        calls.append(x.shape)
+        return model(x).square().mean()
+
+    opt = SGDTracer(model.parameters(), lr=0.1, curvature=c.micro_batch(1, vectorised=True), model=model)
+    opt.step(closure, torch.randn(49, 2))
+    assert len(calls) == 2
+
+
 def test_a_closure_that_calls_backward_is_refused_where_the_graph_is_needed():
     made = make(mlp)
     opt = SGDTracer(made.params, lr=0.1, average=c.per_example, model=made.model)

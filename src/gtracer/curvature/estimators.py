@@ -231,6 +231,11 @@ class Choice:
     average: Estimator
 
     @property
+    def is_default(self) -> bool:
+        """Whether both are the gradient magnitude, which the gradient alone gives."""
+        return self.numerator is gradient_magnitude and self.average is gradient_magnitude
+
+    @property
     def needs_layers(self) -> bool:
         """Whether one of them looks into the layers of a model."""
         return any(getattr(estimator, "needs_layers", False) for estimator in (self.numerator, self.average))

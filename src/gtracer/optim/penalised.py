@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
         curvature: The estimator F, one of `gtracer.curvature` (default `gradient_magnitude`).
         average: Another estimator for f alone (default: the same).
         engine: `"finite-difference"`: first-order passes only. `"exact"`: double backward. By default the first where
-            F is a squared gradient, and the second for the other estimators, which have no finite difference.
+            the estimator has it (squared gradients of batches, micro-batches and, for most layers, examples).
         radius: Length of the finite difference's displacement (default 0.05).
         difference: `"forward"` (default): one further pass. `"central"`: two, with the error squared.
         interval: Penalise every so many steps (default 1).
@@ -252,7 +252,7 @@ class TracerOptimizer(TwoPassOptimizer):
         parts = split(batch, self.curvature.parts)
         if self.curvature.numerator is gradient_magnitude:
             return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
-        if self.curvature.vectorised and self.engine != "exact" and len(parts) * parts[0][0] == 1:
+        if self.curvature.vectorised and self.engine != "exact" and parts[-1][0] == parts[0][0]:
             return self._make_stacked_passes(closure, batch, len(parts))
         pool, statistics = Pool(), PooledStatistics(self.model)
         for share, part in parts:
@@ -315,12 +315,17 @@ class TracerOptimizer(TwoPassOptimizer):
         return total
 
     def perturbed(self) -> Any:
-        if self.engine == "exact" or self.curvature.average is not gradient_magnitude:
+        if self.engine == "exact" or not self.curvature.is_default:
             raise RuntimeError(
                 "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude: otherwise "
                 "use step(closure), or a TracerPenalty on the loss with any optimiser"
             )
         return super().perturbed()
+
+    def _passes_made(self) -> Trial:
+        if not self.curvature.is_default:
+            raise RuntimeError(f"step() without a closure: {self.curvature} makes its own passes, use step(closure)")
+        return super()._passes_made()
 
     perturbed.__doc__ = TwoPassOptimizer.perturbed.__doc__
 
