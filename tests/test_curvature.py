@@ -471,6 +471,19 @@ def test_finite_difference_per_example_leaves_no_graph_and_no_hook():
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in made.model.modules())
 
 
+def test_a_ridge_in_the_closure_is_no_examples_gradient():
+    """It is in the gradient, but not in F, with either engine."""
+    results = []
+    for options in ({"engine": "exact"}, {"radius": 1e-5, "difference": "central"}):
+        made = make(conv)
+        opt = SGDTracer(made.params, lr=0.1, rho=0.05, curvature=c.per_example, model=made.model, **options)
+        opt.step(lambda made=made: made.loss_of() + sum(p.square().sum() for p in made.params))
+        results.append(made.params)
+    assert relative_error(*results) < 1e-7
+    plain = make(conv)
+    assert relative_error([opt.state[p]["f"] for p in made.params], example_squares(plain)) < 1e-9
+
+
 def test_finite_difference_per_example_with_frozen_weights():
     results = []
     for options in ({"engine": "exact"}, {"radius": 1e-5, "difference": "central"}):

@@ -22,8 +22,6 @@ class Evaluation:
         params: Those to differentiate by; `params` and `gradients` then hold those that the loss depends on.
         recording: Of the pass that gave the loss, where an estimator needs the layers.
         differentiable: Whether gradients and estimates carry their own graph.
-        by_examples: Take the gradients from the examples' own, where those are wanted anyway and kept: equal to
-            rounding, and a pass over the weights less.
         losses: The examples' losses, where an estimator needs them one by one.
     """
 
@@ -34,37 +32,17 @@ class Evaluation:
         recording: Recording | None = None,
         *,
         differentiable: bool = False,
-        by_examples: bool = False,
         losses: Tensor | None = None,
     ) -> None:
         self.loss, self.losses, self.differentiable = loss, losses, differentiable
         self._recording = recording
-        self._layers: dict[str, Layer] = {}  # by name, where gradients are taken by examples
-        self.params: Tensors = params
-        inside = {p for call in self._calls() for p in call.layer.parameters()} if by_examples else set()
-        direct, edges = [p for p in params if p not in inside], self._edges()
-        found = torch.autograd.grad(
-            loss, [*direct, *edges], create_graph=differentiable, retain_graph=True, allow_unused=True
-        )
-        slopes: dict[Tensor, Tensor | None] = dict(zip(direct, found, strict=False))
-        self._cotangents = found[len(direct) :]
-        if by_examples:
-            slopes |= self._examples_gradients()
-        pairs = [(p, slope) for p in params if (slope := slopes.get(p)) is not None]
-        self.params = [p for p, _ in pairs]
+        self._layers: dict[str, Layer] = {}  # by name, as they were when their squares were asked for
+        inputs = [*params, *self._edges()]
+        found = torch.autograd.grad(loss, inputs, create_graph=differentiable, retain_graph=True, allow_unused=True)
+        pairs = [(p, g) for p, g in zip(params, found[: len(params)], strict=True) if g is not None]
+        self.params: Tensors = [p for p, _ in pairs]
         self.gradients: Tensors = [g for _, g in pairs]
-
-    @torch.no_grad()
-    def _examples_gradients(self) -> dict[Tensor, Tensor | None]:
-        slopes: dict[Tensor, Tensor | None] = {}
-        for call, mine, names in self._used(self._cotangents):
-            layer = layer_at(call, mine, self.recording.examples)
-            if layer is None:
-                kind = type(call.layer).__name__
-                raise ValueError(f"layer {call.name!r} ({kind}) has no difference per example: use engine='exact'")
-            self._layers[call.name] = layer
-            slopes |= {p: layer.gradient(name) for name, p in names.items()}
-        return slopes
+        self._cotangents = found[len(params) :]
 
     def _edges(self) -> list[Any]:
         return [edge for call in self._calls() for edge in call.edges]
@@ -116,12 +94,13 @@ class Evaluation:
         squares: dict[Tensor, Tensor] = {}
         home: dict[Tensor, str] = {}
         for call, mine, names in self._used(cotangents):
-            known = self._layers.get(call.name) if cotangents is self._cotangents else None
-            layer = known or layer_at(call, mine, examples)
+            layer = layer_at(call, mine, examples)
             if layer is None:
                 found = vectorised_squares(call, mine, set(names), examples)
             else:
                 found = {name: layer.squares(name) for name in names}
+                if cotangents is self._cotangents and not self.differentiable:
+                    self._layers[call.name] = layer
             for name, p in names.items():
                 if p in home:
                     raise ValueError(
@@ -151,10 +130,13 @@ class Evaluation:
     def shifts(self, weights: dict[Tensor, Tensor]) -> Shifts:
         """Every example's own move along weights ∘ g_i, for a pass at parameters that each example has moved so.
 
-        It takes an evaluation `by_examples`.
+        `per_example_squares` must have been asked for before.
         """
         layers = []
         for call, _, names in self._used(self._cotangents):
+            if call.name not in self._layers:
+                kind = type(call.layer).__name__
+                raise ValueError(f"layer {call.name!r} ({kind}) has no difference per example: use engine='exact'")
             # g_i = examples · c_i, as above.
             own = {name: self.recording.examples * weights[p] for name, p in names.items()}
             layers.append((call.layer, self._layers[call.name], own))

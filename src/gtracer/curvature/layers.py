@@ -40,10 +40,6 @@ class Layer(ABC):
         """Σ_i c_i² of a parameter."""
 
     @abstractmethod
-    def gradient(self, name: str) -> Tensor:
-        """Σ_i c_i of a parameter."""
-
-    @abstractmethod
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The output for x when example i has moved each named parameter by weights ∘ c_i, with the graph of x."""
 
@@ -61,9 +57,6 @@ class Product(Layer):
             return self.outer.squares()
         squares: Tensor = SquaredOuter.apply(self.a, self.b, self.outer.layer)  # type: ignore[no-untyped-call]
         return squares
-
-    def gradient(self, name: str) -> Tensor:
-        return self.b.sum((0, *self.inner)) if name == "bias" else self.outer.sum()
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         W, bias = self.layer.weight, self.layer.bias
@@ -133,13 +126,8 @@ class Embedding(Layer):
         self.sums, self.count = same @ self.b, same.sum(2, keepdim=True)
 
     def squares(self, name: str) -> Tensor:
-        return self._by_word(self.sums.square() / self.count)
-
-    def gradient(self, name: str) -> Tensor:
-        return self._by_word(self.b)
-
-    def _by_word(self, x: Tensor) -> Tensor:
-        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.a.flatten(), x.flatten(0, 1))
+        squares = (self.sums.square() / self.count).flatten(0, 1)
+        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.a.flatten(), squares)
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         own = weights["weight"][self.a] * self.sums.detach()
@@ -162,9 +150,6 @@ class Norm(Layer):
 
     def squares(self, name: str) -> Tensor:
         return self.contributions(name).square().sum(0).reshape(getattr(self.layer, name).shape)
-
-    def gradient(self, name: str) -> Tensor:
-        return self.contributions(name).sum(0).reshape(getattr(self.layer, name).shape)
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         params: dict[str, Tensor] = {}

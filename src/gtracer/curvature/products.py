@@ -193,7 +193,7 @@ class Outer:
 
     def beside(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The examples of x, a few at a time, each with its G_i."""
-        if self._kept is None and self._keeps():
+        if self._kept is None and len(self.a) * self.layer.numbers(self.a, self.b) <= ROOM:
             self._kept = self.layer.outer(self.a, self.b)
         if self._kept is not None:
             yield x, self._kept
@@ -202,18 +202,9 @@ class Outer:
         for part, (a, b) in zip(torch.split(x, sizes), _chunks(self.a, self.b, self.layer), strict=True):
             yield part, self.layer.outer(a, b)
 
-    def _keeps(self) -> bool:
-        return len(self.a) * self.layer.numbers(self.a, self.b) <= ROOM
-
     def moved(self, W: Tensor, D: Tensor) -> Tensor | None:
         """W + D ∘ G_i for every example, where they are kept."""
         return None if self._kept is None else torch.addcmul(W, self._kept, D)
-
-    def sum(self) -> Tensor:
-        """Σ_i G_i, without a graph."""
-        if self._keeps():
-            return next(self.beside(self.a))[1].sum(0)
-        return self.layer.gradient(self.a, self.b)
 
     def squares(self) -> Tensor:
         """Σ_i G_i², without a graph."""

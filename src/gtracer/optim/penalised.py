@@ -22,7 +22,6 @@ from gtracer.curvature import (
     has_finite_difference,
     initial_average,
     inverse,
-    per_example,
 )
 from gtracer.optim import posterior
 from gtracer.optim.parts import Pool, split
@@ -236,9 +235,7 @@ class TracerOptimizer(TwoPassOptimizer):
                 )
             check_loss(loss, "step(closure)")
             twice = self.engine == "exact" and self.second_pass_due
-            examples = self.engine != "exact" and self.second_pass_due and self.curvature.numerator == per_example
-            wanted = [p for p in params if p.requires_grad]
-            at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
+            at = Evaluation(loss, [p for p in params if p.requires_grad], recording, differentiable=twice)
         if not at.params:
             raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
         for p, g in zip(at.params, at.gradients, strict=True):
