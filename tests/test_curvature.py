@@ -471,6 +471,31 @@ def test_finite_difference_per_example_leaves_no_graph_and_no_hook():
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in made.model.modules())
 
 
+@pytest.mark.parametrize("case", [mlp, conv, group_norm, encoder])
+@pytest.mark.parametrize("engine", ["exact", "finite-difference"])
+@pytest.mark.parametrize("room", [products.ROOM, 1], ids=["whole", "in chunks"])
+def test_per_example_in_mixed_precision(case, engine, room, monkeypatch):
+    """bfloat16 has three digits: the penalised gradient agrees with float32's to about two."""
+    monkeypatch.setattr(products, "ROOM", room)
+    gradients = []
+    for mixed in (False, True):
+        made = make(case)
+        made.model.float()
+        made.x = made.x.float() if made.x.is_floating_point() else made.x
+        opt = SGDTracer(
+            made.params, lr=0.1, rho=0.02, delta=0.1, curvature=c.per_example, engine=engine, model=made.model
+        )
+
+        def closure(made=made, mixed=mixed):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                output = made.model(made.x)
+            return made.loss(output.float(), made.y)
+
+        opt.step(closure)
+        gradients.append([p.grad for p in made.params])
+    assert relative_error(*gradients) < 0.03
+
+
 def test_a_ridge_in_the_closure_is_no_examples_gradient():
     """It is in the gradient, but not in F, with either engine."""
     results = []

@@ -61,7 +61,10 @@ class Product(Layer):
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         W, bias = self.layer.weight, self.layer.bias
         D = weights.get("weight", torch.zeros_like(W))
-        total: Tensor = MovedWeights.apply(x.to(W.dtype), W, D, self.outer)  # type: ignore[no-untyped-call]
+        # The precision in which the layer itself would compute, so that the two passes differ by the move alone.
+        mixed = torch.is_autocast_enabled(x.device.type)
+        x = x.to(torch.get_autocast_dtype(x.device.type) if mixed else W.dtype)
+        total: Tensor = MovedWeights.apply(x, W, D, self.outer)  # type: ignore[no-untyped-call]
         if bias is not None:
             own = weights["bias"] * self.b.sum(self.inner) if "bias" in weights else 0
             total = total + (bias + own).reshape(-1, len(bias), *[1] * len(self.inner))

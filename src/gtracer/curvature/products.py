@@ -162,25 +162,26 @@ class MovedWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, W: Tensor, D: Tensor, outer: Outer) -> Tensor:
         ctx.outer = outer
-        weights = outer.moved(W, D)
+        weights = outer.moved(W, D, x.dtype)
         ctx.save_for_backward(x, W, D, weights)
         if weights is not None:
             return outer.layer.forward(x, weights)
-        return torch.cat([outer.layer.forward(part, torch.addcmul(W, G, D)) for part, G in outer.beside(x)])
+        parts = outer.beside(x)
+        return torch.cat([outer.layer.forward(part, torch.addcmul(W, G, D).to(x.dtype)) for part, G in parts])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *slope: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, W, D, weights = ctx.saved_tensors
         outer: Outer = ctx.outer
-        back = shared = None
+        slope, back, shared = slopes[0].to(x.dtype), None, None
         if ctx.needs_input_grad[0] and weights is not None:
-            back = outer.layer.backward(slope[0], weights)
+            back = outer.layer.backward(slope, weights)
         elif ctx.needs_input_grad[0]:
-            parts = outer.beside(slope[0])
-            back = torch.cat([outer.layer.backward(part, torch.addcmul(W, G, D)) for part, G in parts])
+            parts = outer.beside(slope)
+            back = torch.cat([outer.layer.backward(part, torch.addcmul(W, G, D).to(x.dtype)) for part, G in parts])
         if ctx.needs_input_grad[1]:
-            shared = outer.layer.gradient(x, slope[0])
+            shared = outer.layer.gradient(x, slope).to(W.dtype)
         return back, shared, None, None
 
 
@@ -202,9 +203,9 @@ class Outer:
         for part, (a, b) in zip(torch.split(x, sizes), _chunks(self.a, self.b, self.layer), strict=True):
             yield part, self.layer.outer(a, b)
 
-    def moved(self, W: Tensor, D: Tensor) -> Tensor | None:
+    def moved(self, W: Tensor, D: Tensor, dtype: torch.dtype) -> Tensor | None:
         """W + D ∘ G_i for every example, where they are kept."""
-        return None if self._kept is None else torch.addcmul(W, self._kept, D)
+        return None if self._kept is None else torch.addcmul(W, self._kept, D).to(dtype)
 
     def squares(self) -> Tensor:
         """Σ_i G_i², without a graph."""
