@@ -496,6 +496,18 @@ def test_per_example_in_mixed_precision(case, engine, room, monkeypatch):
     assert relative_error(*gradients) < 0.03
 
 
+def test_gradients_by_examples_are_the_gradients():
+    """Also of a weight that the loss has another way to, and where examples are taken in chunks."""
+    for case in FAST_CASES:
+        for room in (products.ROOM, 1):
+            made = make(case)
+            with pytest.MonkeyPatch.context() as patch, c.Recording(made.model) as recording:
+                patch.setattr(products, "ROOM", room)
+                loss = made.loss_of() + made.params[0].square().sum()
+                at = c.Evaluation(loss, made.params, recording, by_examples=True)
+            assert relative_error(at.gradients, torch.autograd.grad(loss, made.params)) < 1e-12
+
+
 def test_a_ridge_in_the_closure_is_no_examples_gradient():
     """It is in the gradient, but not in F, with either engine."""
     results = []

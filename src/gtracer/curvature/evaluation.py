@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gtracer.curvature.layers import Layer, layer_at, vectorised_squares
+from gtracer.curvature.layers import Layer, layer_at, path_of, vectorised_squares
 from gtracer.curvature.recording import INSTEAD, Call, Recording
 from gtracer.tensors import Tensors
 
@@ -22,6 +23,8 @@ class Evaluation:
         params: Those to differentiate by; `params` and `gradients` then hold those that the loss depends on.
         recording: Of the pass that gave the loss, where an estimator needs the layers.
         differentiable: Whether gradients and estimates carry their own graph.
+        by_examples: Take the gradients of the layers' parameters from the examples', where those will be wanted anyway:
+            the same to rounding, and a product over the batch less.
         losses: The examples' losses, where an estimator needs them one by one.
     """
 
@@ -32,17 +35,40 @@ class Evaluation:
         recording: Recording | None = None,
         *,
         differentiable: bool = False,
+        by_examples: bool = False,
         losses: Tensor | None = None,
     ) -> None:
         self.loss, self.losses, self.differentiable = loss, losses, differentiable
         self._recording = recording
-        self._layers: dict[str, Layer] = {}  # by name, as they were when their squares were asked for
-        inputs = [*params, *self._edges()]
-        found = torch.autograd.grad(loss, inputs, create_graph=differentiable, retain_graph=True, allow_unused=True)
-        pairs = [(p, g) for p, g in zip(params, found[: len(params)], strict=True) if g is not None]
-        self.params: Tensors = [p for p, _ in pairs]
-        self.gradients: Tensors = [g for _, g in pairs]
-        self._cotangents = found[len(params) :]
+        self._layers: dict[str, Layer] = {}  # by name, where the examples' gradients are kept
+        self.params: Tensors = params
+        inside = self._layers_own(params) if by_examples else set()
+        direct, edges = [p for p in params if p not in inside], self._edges()
+        found = torch.autograd.grad(
+            loss, [*direct, *edges], create_graph=differentiable, retain_graph=True, allow_unused=True
+        )
+        self._cotangents = found[len(direct) :]
+        slopes: dict[Tensor, Tensor | None] = dict(zip(direct, found[: len(direct)], strict=True))
+        if inside:
+            slopes |= self._examples_gradients(inside)
+        self.params = [p for p in params if slopes.get(p) is not None]
+        self.gradients: Tensors = [slope for p in self.params if (slope := slopes[p]) is not None]
+
+    def _layers_own(self, params: Tensors) -> set[Tensor]:
+        """Those that the loss depends on through one call of their layer and not otherwise, as through a ridge."""
+        uses = Counter(getattr(node, "variable", None) for node in _nodes_used(self.loss))
+        own = {p for call in self._calls() if path_of(call) for p in call.layer.parameters()}
+        return {p for p in params if p in own and uses[p] == 1}
+
+    @torch.no_grad()
+    def _examples_gradients(self, inside: set[Tensor]) -> dict[Tensor, Tensor | None]:
+        slopes: dict[Tensor, Tensor | None] = {}
+        for call, mine, names in self._used(self._cotangents):
+            layer = layer_at(call, mine, self.recording.examples)
+            if layer is not None:
+                self._layers[call.name] = layer
+                slopes |= {p: layer.gradient(name).to(p.dtype) for name, p in names.items() if p in inside}
+        return slopes
 
     def _edges(self) -> list[Any]:
         return [edge for call in self._calls() for edge in call.edges]
@@ -94,7 +120,8 @@ class Evaluation:
         squares: dict[Tensor, Tensor] = {}
         home: dict[Tensor, str] = {}
         for call, mine, names in self._used(cotangents):
-            layer = layer_at(call, mine, examples)
+            known = self._layers.get(call.name) if cotangents is self._cotangents else None
+            layer = known or layer_at(call, mine, examples)
             if layer is None:
                 found = vectorised_squares(call, mine, set(names), examples)
             else:
@@ -163,6 +190,18 @@ class Shifts:
 
 def _moved(at: Layer, weights: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: at.moved(x, weights)
+
+
+def _nodes_used(loss: Tensor) -> Iterator[Any]:
+    """Every node of the loss's graph, as often as others use it."""
+    rest, seen = [loss.grad_fn], {loss.grad_fn}
+    while rest:
+        for node, _ in rest.pop().next_functions:  # type: ignore[union-attr]
+            if node is not None:
+                yield node
+                if node not in seen:
+                    seen.add(node)
+                    rest.append(node)
 
 
 def model_output(recording: Recording) -> Tensor:

@@ -40,6 +40,10 @@ class Layer(ABC):
         """Σ_i c_i² of a parameter."""
 
     @abstractmethod
+    def gradient(self, name: str) -> Tensor:
+        """Σ_i c_i of a parameter."""
+
+    @abstractmethod
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         """The output for x when example i has moved each named parameter by weights ∘ c_i, with the graph of x."""
 
@@ -57,6 +61,9 @@ class Product(Layer):
             return self.outer.squares()
         squares: Tensor = SquaredOuter.apply(self.a, self.b, self.outer.layer)  # type: ignore[no-untyped-call]
         return squares
+
+    def gradient(self, name: str) -> Tensor:
+        return self.b.sum((0, *self.inner)) if name == "bias" else self.outer.sum()
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         W, bias = self.layer.weight, self.layer.bias
@@ -129,8 +136,13 @@ class Embedding(Layer):
         self.sums, self.count = same @ self.b, same.sum(2, keepdim=True)
 
     def squares(self, name: str) -> Tensor:
-        squares = (self.sums.square() / self.count).flatten(0, 1)
-        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.a.flatten(), squares)
+        return self._by_word(self.sums.square() / self.count)
+
+    def gradient(self, name: str) -> Tensor:
+        return self._by_word(self.b)
+
+    def _by_word(self, x: Tensor) -> Tensor:
+        return torch.index_add(torch.zeros_like(self.layer.weight), 0, self.a.flatten(), x.flatten(0, 1))
 
     def moved(self, x: Tensor, weights: dict[str, Tensor]) -> Tensor:
         own = weights["weight"][self.a] * self.sums.detach()
@@ -144,12 +156,21 @@ class Norm(Layer):
     inner: list[int]  # axes over which an example's contributions are summed
     shape: tuple[int, ...]  # of a parameter, to be multiplied with an input
 
+    def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
+        super().__init__(layer, a, b)
+        self._contributions: dict[str, Tensor] = {}
+
     def normal(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def contributions(self, name: str) -> Tensor:
-        each = self.b if name == "bias" else self.b * self.normal(self.a)
-        return each.sum(self.inner, keepdim=True) if self.inner else each
+        if name not in self._contributions:
+            each = self.b if name == "bias" else self.b * self.normal(self.a)
+            self._contributions[name] = each.sum(self.inner, keepdim=True) if self.inner else each
+        return self._contributions[name]
+
+    def gradient(self, name: str) -> Tensor:
+        return self.contributions(name).sum(0).reshape(getattr(self.layer, name).shape)
 
     def squares(self, name: str) -> Tensor:
         return self.contributions(name).square().sum(0).reshape(getattr(self.layer, name).shape)
@@ -222,10 +243,13 @@ def layer_at(call: Call, cotangents: list[Tensor | None], examples: int) -> Laye
         examples: How many the batch has.
     """
     _check_batch(call, cotangents, examples)
-    path = fast_path(call.layer, call.name)
-    if path is None or len(call.inputs) != 1 or call.keywords or cotangents[0] is None:
-        return None
-    return path(call.layer, call.inputs[0], cotangents[0])
+    path = path_of(call)
+    return None if path is None or cotangents[0] is None else path(call.layer, call.inputs[0], cotangents[0])
+
+
+def path_of(call: Call) -> type[Layer] | None:
+    """The fast path of a call: that of its layer, if it was called with its input alone."""
+    return fast_path(call.layer, call.name) if len(call.inputs) == 1 and not call.keywords else None
 
 
 def _check_batch(call: Call, cotangents: list[Tensor | None], examples: int) -> None:

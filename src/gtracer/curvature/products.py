@@ -207,6 +207,11 @@ class Outer:
         """W + D ∘ G_i for every example, where they are kept."""
         return None if self._kept is None else torch.addcmul(W, self._kept, D).to(dtype)
 
+    def sum(self) -> Tensor:
+        """Σ_i G_i, without a graph."""
+        found = [G.sum(0) for _, G in self.beside(self.a)]
+        return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
     def squares(self) -> Tensor:
         """Σ_i G_i², without a graph."""
         total: Tensor | None = None

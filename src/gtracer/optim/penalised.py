@@ -22,6 +22,7 @@ from gtracer.curvature import (
     has_finite_difference,
     initial_average,
     inverse,
+    per_example,
 )
 from gtracer.optim import posterior
 from gtracer.optim.parts import Pool, split
@@ -235,7 +236,9 @@ class TracerOptimizer(TwoPassOptimizer):
                 )
             check_loss(loss, "step(closure)")
             twice = self.engine == "exact" and self.second_pass_due
-            at = Evaluation(loss, [p for p in params if p.requires_grad], recording, differentiable=twice)
+            examples = self.engine != "exact" and self.second_pass_due and self.curvature.numerator == per_example
+            wanted = [p for p in params if p.requires_grad]
+            at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
         if not at.params:
             raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
         for p, g in zip(at.params, at.gradients, strict=True):
