@@ -642,19 +642,3 @@ def test_an_unknown_estimator_lists_the_near_ones(name):
 def test_an_estimator_that_the_model_cannot_have_is_one_clear_line(tmp_path):
     with pytest.raises(LabError, match=r"'sgd-tracer': layer '2' \(BatchNorm1d\)"):
         train(replace(SMALL, model="mlp-bn", curvature="per-example"), tmp_path / "run", [])
-
-
-def test_the_study_of_estimators_runs(tmp_path):
-    """One epoch, two methods: tuned on held-out data, then trained on all of it."""
-    script = Path(__file__).parent.parent / "studies" / "estimators.py"
-    words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path)]
-    words += ["--methods", "SGD", "per-example"]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=True)
-    result = json.loads((tmp_path / "result.json").read_text())["methods"]
-    assert len(result["per-example"]["holdout"]) == 11
-    best = max(result["per-example"]["holdout"], key=lambda rho: result["per-example"]["holdout"][rho])
-    assert float(best) == result["per-example"]["rho"]
-    assert f"| per-example | {result['per-example']['rho']:g}" in done.stdout
-    final = Record.read(tmp_path / "final" / f"per-example-{result['per-example']['rho']}-0")
-    assert final.config.holdout == 0
-    assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]

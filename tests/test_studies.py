@@ -1,0 +1,54 @@
+"""The studies' scripts, on a single epoch: what they choose, and what they print of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from gtracer.lab.record import Record
+
+STUDIES = Path(__file__).parent.parent / "studies"
+
+
+def study(name, *words):
+    command = [sys.executable, str(STUDIES / f"{name}.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_study_of_estimators_runs(tmp_path):
+    """One epoch, two methods: tuned on held-out data, then trained on all of it."""
+    words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path)]
+    words += ["--methods", "SGD", "per-example"]
+    printed = study("estimators", *words)
+    result = json.loads((tmp_path / "result.json").read_text())["methods"]
+    assert len(result["per-example"]["holdout"]) == 11
+    best = max(result["per-example"]["holdout"], key=lambda rho: result["per-example"]["holdout"][rho])
+    assert float(best) == result["per-example"]["rho"]
+    assert f"| per-example | {result['per-example']['rho']:g}" in printed
+    final = Record.read(tmp_path / "final" / f"per-example-{result['per-example']['rho']}-0")
+    assert final.config.holdout == 0
+    assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]
+
+
+def test_the_study_of_depths_runs(tmp_path):
+    """Each method's ρ for each depth is the best of its seven on held-out data, and is used on the other depth."""
+    printed = study("depths", "--epochs", "1", "--seeds", "1", "--depths", "2", "3", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    rho = result["rho"]["sam 2"]
+    held = {
+        value: Record.read(tmp_path / "tuning" / f"sam-2-{value}-100").curves["holdout_accuracy"][-1]
+        for value in (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
+    }
+    assert held[rho] == max(held.values())
+    used = Record.read(tmp_path / "final" / f"sam-3-{rho}-0")
+    assert (used.config.depth, used.config.rho, used.config.holdout) == (3, rho, 0.0)
+    assert result["accuracy"]["sam tuned 2 used 3"] == [used.curves["test_accuracy"][-1]]
+    others = [result["accuracy"][f"sam tuned {d} used {5 - d}"][0] for d in (2, 3)]
+    assert result["elsewhere"]["sam"] == [sum(others) / 2]
+    assert f"sam, on depths that it was not tuned for: {100 * sum(others) / 2:.1f}" in printed
+
+
+def test_the_study_of_the_posterior_runs():
+    lines = study("posterior", "--epochs", "1", "--seeds", "1").splitlines()
+    assert len(lines) == 2 + 4 * 5
+    assert lines[2].startswith("| 0% wrong | 0 | weights alone |")
