@@ -11,7 +11,8 @@ from typing_extensions import Unpack
 
 from gtracer import checks
 from gtracer.curvature import squares
-from gtracer.optim.penalised import Options, TracerOptimizer
+from gtracer.optim.options import Options
+from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.tracer import Params
 from gtracer.optim.trial import Slice, Trial
 from gtracer.penalty import DELTA, RHO

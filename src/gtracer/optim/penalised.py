@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,38 +41,6 @@ from gtracer.penalty import (
 )
 from gtracer.scopes import PooledStatistics, RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
-
-
-class Options(TypedDict, total=False):
-    """What every TRACER optimiser takes besides ρ, β and δ.
-
-    Attributes:
-        f0: f₀: `"first-gradient"` (default) or a number. May be set per group.
-        curvature: The estimator F, one of `gtracer.curvature` (default `gradient_magnitude`).
-        average: Another estimator for f alone (default: the same).
-        engine: `"finite-difference"`: first-order passes only. `"exact"`: double backward. By default the first where
-            the estimator has it (squared gradients of batches, micro-batches and, for most layers, examples).
-        radius: Length of the finite difference's displacement (default 0.05).
-        difference: `"forward"` (default): one further pass. `"central"`: two, with the error squared.
-        interval: Penalise every so many steps (default 1).
-        preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
-        eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
-        model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
-        nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
-            the numbers, and so wait for the device once a step.
-    """
-
-    f0: str | float
-    curvature: Estimator
-    average: Estimator | None
-    engine: str | None
-    radius: float
-    difference: str
-    interval: int
-    preconditioned: bool
-    eta: float | None
-    model: nn.Module | None
-    nonfinite: str
 
 
 class TracerOptimizer(TwoPassOptimizer):

@@ -11,7 +11,8 @@ from typing_extensions import Unpack
 
 from gtracer import checks
 from gtracer.curvature import update_average_
-from gtracer.optim.penalised import Options, TracerOptimizer
+from gtracer.optim.options import Options
+from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.trial import Slice
 from gtracer.penalty import BETA, DELTA, RHO
 from gtracer.tensors import Tensors
