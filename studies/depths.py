@@ -16,7 +16,7 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from common import everything
+from runs import everything
 
 from gtracer.lab import files
 from gtracer.lab.config import Config

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from gtracer import checks
 from gtracer.curvature.average import squares
-from gtracer.curvature.evaluation import Evaluation, model_output
+from gtracer.curvature.evaluation import Evaluation, model_output, nodes_used
 from gtracer.curvature.layers import fast_path
 from gtracer.curvature.likelihood import Likelihood, likelihood_of
 from gtracer.curvature.recording import Recording
@@ -193,12 +193,7 @@ def _check_third_derivatives(loss: Tensor) -> None:
 
     Its fused kernels take the mean and deviation for constants there (pytorch issues 175754 and 186256).
     """
-    rest, seen = [loss.grad_fn], set()
-    while rest:
-        node = rest.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_used(loss):
         name = node.name()
         if "LayerNorm" in name or ("BatchNorm" in name and getattr(node, "_saved_training", True)):
             layer = "LayerNorm" if "LayerNorm" in name else "BatchNorm"
@@ -206,7 +201,6 @@ def _check_third_derivatives(loss: Tensor) -> None:
                 f"curvature=hutchinson is differentiated a third time, and torch's third derivative of {layer} is "
                 "wrong: use it as average= alone, use GroupNorm, or use curvature=gauss_newton()"
             )
-        rest += [following for following, _ in node.next_functions]
 
 
 def _spatial_mean(F: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Evaluation:
 
     def _layers_own(self, params: Tensors) -> set[Tensor]:
         """Those that the loss depends on through one call of their layer and not otherwise, as through a ridge."""
-        uses = Counter(getattr(node, "variable", None) for node in _nodes_used(self.loss))
+        uses = Counter(getattr(node, "variable", None) for node in nodes_used(self.loss))
         own = {p for call in self._calls() if path_of(call) for p in call.layer.parameters()}
         return {p for p in params if p in own and uses[p] == 1}
 
@@ -192,16 +192,17 @@ def _moved(at: Layer, weights: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: at.moved(x, weights)
 
 
-def _nodes_used(loss: Tensor) -> Iterator[Any]:
-    """Every node of the loss's graph, as often as others use it."""
-    rest, seen = [loss.grad_fn], {loss.grad_fn}
+def nodes_used(loss: Tensor) -> Iterator[Any]:
+    """Every node of the loss's graph, as often as it is used."""
+    rest: list[Any] = [loss.grad_fn]
+    seen = set()
     while rest:
-        for node, _ in rest.pop().next_functions:  # type: ignore[union-attr]
-            if node is not None:
-                yield node
-                if node not in seen:
-                    seen.add(node)
-                    rest.append(node)
+        node = rest.pop()
+        if node is not None:
+            yield node
+            if node not in seen:
+                seen.add(node)
+                rest += [following for following, _ in node.next_functions]
 
 
 def model_output(recording: Recording) -> Tensor:
