@@ -16,10 +16,9 @@ import statistics
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from runs import everything
-
 from gtracer.lab import files
 from gtracer.lab.config import Config
+from runs import everything
 
 DEPTHS = (2, 3, 4, 5, 6)
 # The seven values of docs/algorithm.md; TRACER's with δ = 0.01.
