@@ -181,8 +181,12 @@ class Norm(Layer):
             params[name] = p.reshape(self.shape)
             if name in weights:
                 params[name] = params[name] + weights[name].reshape(self.shape) * self.contributions(name).detach()
-        total = self.normal(x) * params["weight"] if "weight" in params else self.normal(x)
-        return total + params["bias"] if "bias" in params else total
+        return self.apply(x, params.get("weight"), params.get("bias"))
+
+    def apply(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The layer with a scale and an offset for each example."""
+        total = self.normal(x) if weight is None else self.normal(x) * weight
+        return total if bias is None else total + bias
 
 
 class LayerNorm(Norm):
@@ -196,6 +200,8 @@ class LayerNorm(Norm):
 
 
 class GroupNorm(Norm):
+    """With the examples' groups as those of one image, torch's fused kernels have a scale for every example."""
+
     def __init__(self, layer: Any, a: Tensor, b: Tensor) -> None:
         super().__init__(layer, a, b)
         self.inner = list(range(2, a.ndim))
@@ -203,6 +209,29 @@ class GroupNorm(Norm):
 
     def normal(self, x: Tensor) -> Tensor:
         return functional.group_norm(x, self.layer.num_groups, eps=self.layer.eps)
+
+    def contributions(self, name: str) -> Tensor:
+        if torch.is_grad_enabled():  # torch's fused backward has no derivative
+            return super().contributions(name)
+        if not self._contributions:
+            both = zip(("weight", "bias"), self._fused_contributions(), strict=True)
+            self._contributions = {each: value.reshape(len(self.a), *self.shape) for each, value in both}
+        return self._contributions[name]
+
+    def _fused_contributions(self) -> tuple[Tensor, Tensor]:
+        n, channels = self.a.shape[:2]
+        sizes = (1, n * channels, self.a[0, 0].numel(), n * self.layer.num_groups)
+        a, b = self.a.contiguous(), self.b.contiguous()
+        _, mean, rstd = torch.native_group_norm(a, None, None, *sizes, self.layer.eps)
+        ones = torch.ones(sizes[1], dtype=a.dtype, device=a.device)
+        _, weight, bias = torch.ops.aten.native_group_norm_backward(b, a, mean, rstd, ones, *sizes, [False, True, True])
+        return weight, bias
+
+    def apply(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        own = [None if p is None else p.expand(len(x), *self.shape).reshape(-1) for p in (weight, bias)]
+        groups = len(x) * self.layer.num_groups
+        joined = x.reshape(1, -1, *x.shape[2:])
+        return functional.group_norm(joined, groups, own[0], own[1], self.layer.eps).reshape(x.shape)
 
 
 def _features_first(x: Tensor) -> Tensor:
