@@ -4,18 +4,22 @@ opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9)
 loss = opt.step(lambda: loss_of(batch))
 """
 
-from gtracer.optim import (
-    SAM,
-    AdamTracer,
-    AdamWTracer,
-    NonFiniteError,
-    RhoScheduler,
-    SGDTracer,
-    Stats,
-    Tracer,
-    linear_warmup,
-)
-from gtracer.penalty import TracerPenalty
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gtracer.optim import (
+        SAM,
+        AdamTracer,
+        AdamWTracer,
+        NonFiniteError,
+        RhoScheduler,
+        SGDTracer,
+        Stats,
+        Tracer,
+        linear_warmup,
+    )
+    from gtracer.penalty import TracerPenalty
 
 __version__ = "0.1.0"
 
@@ -31,3 +35,18 @@ __all__ = [
     "TracerPenalty",
     "linear_warmup",
 ]
+
+ROOMS = ("calibration", "curvature", "optim", "penalty", "scopes", "tensors", "variational")
+
+
+def __getattr__(name: str) -> Any:
+    """Names and rooms on first use: reading records, and the command line's help, need no torch."""
+    if name in ROOMS:
+        return importlib.import_module(f"gtracer.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("gtracer.penalty" if name == "TracerPenalty" else "gtracer.optim"), name)
+    raise AttributeError(f"module 'gtracer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, *ROOMS])

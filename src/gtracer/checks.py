@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
-
 
 def number(
     name: str,
@@ -56,6 +54,8 @@ def kind(name: str, value: Any, wanted: type | tuple[type, ...], hint: str = "")
 
 def learning_rate(value: Any) -> None:
     """Refuse a learning rate that is no number; a tensor is left to torch, which knows where it allows one."""
+    from torch import Tensor  # the rest of these checks is for files and command lines too
+
     if not isinstance(value, Tensor):
         number("lr", value, low=0)
 
@@ -73,6 +73,8 @@ def parameters(value: Any) -> Any:
 
     torch says the same with a TypeError; one kind of error for every bad argument is easier to catch.
     """
+    from torch import Tensor
+
     if isinstance(value, Tensor) or not isinstance(value, Iterable):
         raise ValueError(f"params must be an iterable of tensors or of groups, got {type(value).__name__}")
     listed = list(value)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
@@ -157,13 +155,7 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
         return replace(Record.read(chosen.resume).config, **given), chosen.resume
     start = Config.read(chosen.config).to_mapping() if chosen.config else {}
     config = Config.from_mapping(start | given)
-    return config, chosen.out or Path("runs") / _name(config)
-
-
-def _name(config: Config) -> str:
-    """A folder name that tells the run and is its own: the options behind the seed by a checksum."""
-    mark = hashlib.sha256(json.dumps(config.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
-    return f"{Path(config.task).stem}-{config.optimizer}-seed{config.seed}-{mark}"
+    return config, chosen.out or Path("runs") / config.folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

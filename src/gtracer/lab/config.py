@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +133,33 @@ class Config:
     @classmethod
     def read(cls, path: Path) -> Config:
         """From a YAML or JSON file. What it leaves out takes the defaults."""
-        text = files.read(path)
-        yaml = _yaml()
-        try:
-            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError) as error:
-            where = getattr(error, "problem_mark", None)
-            raise LabError(f"{path} is neither YAML nor JSON{f': line {where.line + 1}' if where else ''}") from error
+        values = parsed(path)
         try:
             return cls.from_mapping({} if values is None else values)
         except LabError as error:
             raise LabError(f"{path}: {error}") from error
+
+    @property
+    def cell(self) -> Config:
+        """The run wherever it is made: data folder and device are the machine's business."""
+        return replace(self, data=None, device="auto")
+
+    @property
+    def folder(self) -> str:
+        """A folder name that tells the run and is its own: the options behind the seed by a checksum."""
+        mark = hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
+
+
+def parsed(path: Path) -> Any:
+    """What a YAML or JSON file says."""
+    text = files.read(path)
+    yaml = _yaml()
+    try:
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        where = getattr(error, "problem_mark", None)
+        raise LabError(f"{path} is neither YAML nor JSON{f': line {where.line + 1}' if where else ''}") from error
 
 
 def _number(value: Any) -> Any:

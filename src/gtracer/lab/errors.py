@@ -10,6 +10,10 @@ class LabError(Exception):
     """Something outside the program is wrong: a name, a file, a disk."""
 
 
+class DivergedError(LabError):
+    """The loss is not finite any more: the same run would end so again."""
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C; the run was saved and can be resumed."""
 

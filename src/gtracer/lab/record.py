@@ -29,6 +29,7 @@ class Record:
             trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.
+        failure: Why it ended before its last epoch: it diverged, and would again.
     """
 
     config: Config
@@ -36,6 +37,7 @@ class Record:
     curves: dict[str, list[float]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     peak_memory: int = 0
+    failure: str | None = None
 
     @property
     def epochs(self) -> int:
@@ -93,7 +95,8 @@ class Record:
         try:
             config = Config.from_mapping(content["config"])
             curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
-            return cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
+            results = (content[key] for key in ("seconds", "peak_memory"))
+            return cls(config, content["environment"], curves, *results, failure=content.get("failure"))
         except (KeyError, TypeError, AttributeError, LabError) as error:
             raise LabError(f"{path} is damaged: {error}") from error
 

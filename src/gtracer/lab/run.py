@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import DivergedError, LabError
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
 from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
@@ -74,7 +74,7 @@ class Run:
         except NonFiniteError:
             loss = math.nan
         if not math.isfinite(loss):
-            raise LabError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
+            raise DivergedError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
         self.schedule.step()
         if self.rho_schedule is not None:
             self.rho_schedule.step()
