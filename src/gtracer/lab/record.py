@@ -95,8 +95,9 @@ class Record:
         try:
             config = Config.from_mapping(content["config"])
             curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
-            results = (content[key] for key in ("seconds", "peak_memory"))
-            return cls(config, content["environment"], curves, *results, failure=content.get("failure"))
+            read = cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
+            read.failure = content.get("failure")  # older records have none
+            return read
         except (KeyError, TypeError, AttributeError, LabError) as error:
             raise LabError(f"{path} is damaged: {error}") from error
 
