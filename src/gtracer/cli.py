@@ -21,6 +21,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_train(commands)
+    _add_sweep(commands)
+    _add_tune(commands)
     _add_bench(commands)
     return top
 
@@ -48,19 +50,98 @@ def _add_train(commands: Any) -> None:
         epilog="example: gtracer train --task digits --label-noise 0.5 --optimizer sgd-tracer --rho 0.012 --seed 1",
     )
     train.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML or JSON to start from; other options override it"
-    )
-    train.add_argument(
         "--resume", type=Path, metavar="DIR", help="go on with the run in this folder; takes no other option but --data"
     )
-    train.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder of the run (default: runs/ and a name made of its options)"
-    )
     train.add_argument("--tensorboard", action="store_true", help="write scalars for TensorBoard too")
-    options = train.add_argument_group("the run")
+    _add_configuration(train, "folder of the run (default: runs/ and a name made of its options)")
+    train.set_defaults(run=_train)
+
+
+def _add_sweep(commands: Any) -> None:
+    from gtracer.lab.study import shipped
+
+    sweep = commands.add_parser(
+        "sweep",
+        help="run a study: methods × settings × seeds",
+        description="Run what is missing of a study, side by side. Finished runs are not run again; what was cut goes "
+        "on. gtracer report makes a page of the records.",
+        epilog="example: gtracer sweep table1-digits --seeds 3",
+    )
+    sweep.add_argument("study", metavar="STUDY", help=f"a YAML or JSON file, or one of {', '.join(shipped())}")
+    sweep.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder of the records (default: runs/ and the study's name)"
+    )
+    sweep.add_argument("--seeds", type=_at_least_one, metavar="N", help="runs for each cell (default: the study's)")
+    sweep.add_argument("--epochs", type=_at_least_one, metavar="N", help="passes over the data (default: the study's)")
+    for item in fields(Config):
+        if item.name in ("data", "device", "precision"):
+            text = item.metadata["help"] + ("" if item.name == "data" else " (default: the study's)")
+            sweep.add_argument(f"--{item.name}", metavar="X", help=text)
+    _add_engine(sweep, "--engine")
+    sweep.set_defaults(run=_sweep)
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="search ρ, δ, β on held-out training data",
+        description="Search an optimiser's knobs by the accuracy on held-out training data, whose labels are as wrong "
+        "as the rest. The test set is not looked at. Options that are set below are not searched.",
+        epilog="example: gtracer tune --task digits --label-noise 0.5 --optimizer sgd-tracer --delta 0.01 --trials 20",
+    )
+    tune.add_argument("--trials", type=_at_least_one, default=20, metavar="N", help="values to try (default: 20)")
+    tune.add_argument("--seeds", type=_at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
+    tune.add_argument(
+        "--search",
+        action="append",
+        default=[],
+        metavar="NAME=LOW:HIGH",
+        help="an option to search, any number of times (default: of TRACER rho/delta, delta, beta; of SAM rho)",
+    )
+    _add_configuration(tune, "folder of the trials (default: runs/tune- and a name made of the options)")
+    _add_engine(tune, "--sweep-engine")  # --engine is the optimiser's
+    tune.set_defaults(run=_tune)
+
+
+def _add_configuration(command: argparse.ArgumentParser, out: str) -> None:
+    """A run's options, one by one and from a file."""
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML or JSON to start from; other options override it"
+    )
+    command.add_argument("--out", type=Path, metavar="DIR", help=out)
+    options = command.add_argument_group("the run")
     for item in fields(Config):
         _add_option(options, item)
-    train.set_defaults(run=_train)
+
+
+def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
+    from gtracer.lab.workers import RETRIES
+
+    group = command.add_argument_group("where the runs are made")
+    group.add_argument(
+        flag,
+        dest="where",
+        choices=["local", "ray"],
+        default="local",
+        help="this machine, or a Ray cluster (default: local)",
+    )
+    group.add_argument(
+        "--workers", type=_at_least_one, metavar="N", help="local: runs at a time (default: GPUs, or cores)"
+    )
+    group.add_argument(
+        "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
+    )
+    group.add_argument("--cpus", type=float, default=1, metavar="N", help="ray: cores of a run (default: 1)")
+    group.add_argument(
+        "--gpus", type=float, default=0, metavar="N", help="ray: GPUs of a run, parts of one allowed (default: 0)"
+    )
+    group.add_argument(
+        "--retries",
+        type=int,
+        default=RETRIES,
+        metavar="N",
+        help=f"how often a run is tried again when its process dies (default: {RETRIES})",
+    )
 
 
 def _add_bench(commands: Any) -> None:
@@ -135,6 +216,43 @@ def _train(chosen: argparse.Namespace) -> None:
     )
 
 
+def _sweep(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab import study, summary
+    from gtracer.lab.results import Results
+    from gtracer.lab.sweep import Shelf, sweep
+
+    options = {name: getattr(chosen, name) for name in ("seeds", "epochs", "data", "device", "precision")}
+    wanted = study.load(chosen.study).changed(**options)
+    folder = chosen.out or Path("runs") / Path(chosen.study).stem
+    console = Console()
+    try:
+        sweep(wanted, folder, _engine(chosen), console)
+    finally:  # what there is of it, also when runs failed or were interrupted
+        if folder.is_dir():
+            console.print(summary.table(Results(wanted, Shelf.of(folder).all())))
+
+
+def _tune(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab import tune
+
+    config = _configuration(chosen)
+    searched = tune.ranges(config, [tune.Range.parse(text) for text in chosen.search])
+    folder = chosen.out or Path("runs") / f"tune-{config.folder}"
+    tune.tune(config, searched, chosen.trials, chosen.seeds, folder, _engine(chosen), Console())
+
+
+def _engine(chosen: argparse.Namespace) -> Any:
+    from gtracer.lab import cluster, workers
+
+    if chosen.where == "local":
+        return workers.Local(chosen.workers, chosen.retries)
+    return cluster.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
+
+
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
@@ -148,14 +266,23 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
     """The run's configuration and folder, from the options, a file, or the run to resume."""
     from gtracer.lab.record import Record
 
-    given = {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
     if chosen.resume is not None:
+        given = _given(chosen)
         if given.keys() - {"data"} or chosen.config or chosen.out:
             raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
         return replace(Record.read(chosen.resume).config, **given), chosen.resume
-    start = Config.read(chosen.config).to_mapping() if chosen.config else {}
-    config = Config.from_mapping(start | given)
+    config = _configuration(chosen)
     return config, chosen.out or Path("runs") / config.folder
+
+
+def _configuration(chosen: argparse.Namespace) -> Config:
+    """From the options, and the file that they override."""
+    start = Config.read(chosen.config).to_mapping() if chosen.config else {}
+    return Config.from_mapping(start | _given(chosen))
+
+
+def _given(chosen: argparse.Namespace) -> dict[str, Any]:
+    return {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from gtracer.lab.errors import LabError
+
+LOCK = ".lock"  # stays behind: who removed it could take it from under another process
 
 
 def write(path: Path, content: bytes) -> None:
@@ -32,6 +37,23 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise LabError(f"cannot read {path}: {error.strerror}") from error
+
+
+@contextmanager
+def locked(folder: Path, what: str) -> Iterator[None]:
+    """Keep a folder to this process, for as long as it lives; refused in one line where another has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise LabError(f"another {what} is at work in {folder}: wait for it, or choose another folder") from error
+    except OSError as error:
+        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def digest(path: Path, algorithm: str) -> str:

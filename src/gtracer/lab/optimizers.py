@@ -48,9 +48,7 @@ def names() -> list[str]:
 
 def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The configuration's optimiser on the model's parameters."""
-    base, _, scheme = ALIASES.get(config.optimizer, config.optimizer).partition("-")
-    if base not in BASES or scheme not in ("", *SCHEMES):
-        raise unknown("optimizer", config.optimizer, names())
+    base, scheme = _parsed(config.optimizer)
     params = [p for p in model.parameters() if p.requires_grad]
     try:
         if scheme == "tracer" and base in OWN:
@@ -67,6 +65,20 @@ def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return plain
     except (ValueError, TypeError) as error:
         raise LabError(f"optimizer {config.optimizer!r}: {error}") from error
+
+
+def check(config: Config) -> None:
+    """Refuse an optimiser or estimator that nobody knows."""
+    _parsed(config.optimizer)
+    _estimators(config)
+
+
+def _parsed(name: str) -> tuple[str, str]:
+    """torch's optimiser, and the scheme around it."""
+    base, _, scheme = ALIASES.get(name, name).partition("-")
+    if base not in BASES or scheme not in ("", *SCHEMES):
+        raise unknown("optimizer", name, names())
+    return base, scheme
 
 
 def estimator(name: str) -> Estimator:

@@ -88,7 +88,7 @@ class Record:
         try:
             content = json.loads(files.read(path))
         except ValueError as error:
-            raise LabError(f"{path} is damaged: {error}") from error
+            raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise LabError(f"{path} has format {found!r}, this gtracer reads {FORMAT}: use the version that wrote it")
@@ -99,7 +99,7 @@ class Record:
             read.failure = content.get("failure")  # older records have none
             return read
         except (KeyError, TypeError, AttributeError, LabError) as error:
-            raise LabError(f"{path} is damaged: {error}") from error
+            raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
 
 
 def _without_nan(value: Any) -> Any:

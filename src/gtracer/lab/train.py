@@ -11,9 +11,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from gtracer.lab import environment
+from gtracer.lab import environment, files
 from gtracer.lab.config import Config
-from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run
 
@@ -31,6 +31,7 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
 
     Raises:
         LabError: Where the folder holds another run, or something outside the program is wrong.
+        DivergedError: Where the loss is not finite any more; the record says so, and it is not run again.
         Interrupted: On Ctrl-C, after saving.
     """
     record = _record_in(folder, config, resume)
@@ -38,13 +39,19 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         return record
     run = Run(config)
     record = record or Record(config, environment.describe(run.device))
-    if resume and (folder / CHECKPOINT).exists():
-        record.take(run.load(folder))
-    record.write(folder)  # before the first epoch is spent on a folder that cannot be written
-    with stop_on_interrupt() as stopped:
-        while run.epoch < config.epochs:
-            _one_epoch(run, record, folder, watchers, stopped)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
+    with files.locked(folder, "run"):
+        if resume and (folder / CHECKPOINT).exists():
+            record.take(run.load(folder))
+        record.write(folder)  # before the first epoch is spent on a folder that cannot be written
+        try:
+            with stop_on_interrupt() as stopped:
+                while run.epoch < config.epochs:
+                    _one_epoch(run, record, folder, watchers, stopped)
+        except DivergedError as error:
+            record.failure = str(error)
+            record.write(folder)
+            raise
+        (folder / CHECKPOINT).unlink(missing_ok=True)
     return record
 
 
@@ -79,6 +86,8 @@ def _record_in(folder: Path, config: Config, resume: bool) -> Record | None:
     other = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
     if other:
         raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
+    if record.failure is not None:
+        raise DivergedError(record.failure)
     if not record.finished and not resume:
         raise LabError(f"{folder} holds this run, unfinished: go on with gtracer train --resume {folder}")
     return record

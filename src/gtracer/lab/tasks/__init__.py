@@ -11,7 +11,7 @@ from gtracer.lab.tasks import digits, images, texts
 from gtracer.lab.tasks.noise import mislabelled
 from gtracer.lab.tasks.task import Split, Task
 
-__all__ = ["TASKS", "Split", "Task", "load"]
+__all__ = ["TASKS", "Split", "Task", "check", "load"]
 
 TASKS: dict[str, Callable[[Config], Task]] = {
     "digits": lambda config: digits.load(config.seed),
@@ -29,16 +29,21 @@ def folder(config: Config) -> Path:
     return Path(config.data).expanduser() if config.data else Path.home() / ".cache" / "gtracer"
 
 
+def check(name: str) -> None:
+    """Refuse what is neither a task's name nor a file or folder of texts."""
+    path = Path(name).expanduser()
+    if name not in TASKS and path.suffix not in texts.FORMATS and not path.is_dir():
+        raise unknown("task", name, TASKS)
+
+
 def load(config: Config) -> Task:
     """The task's data; a seeded share of the training labels is wrong, and a share of the examples held out."""
-    path = Path(config.task).expanduser()
+    check(config.task)
     if config.task in TASKS:
         task = TASKS[config.task](config)
-    elif path.suffix in texts.FORMATS or path.is_dir():
-        columns = tuple(config.text_columns.split(","))
-        task = texts.local(path, columns, config.label_column, config.seed)
     else:
-        raise unknown("task", config.task, TASKS)
+        columns = tuple(config.text_columns.split(","))
+        task = texts.local(Path(config.task).expanduser(), columns, config.label_column, config.seed)
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")
