@@ -443,8 +443,8 @@ class TestBadInput:
         ("content", "message"),
         [
             ('{"format": 99}', "has format 99, this gtracer reads 1"),
-            ('{"format": 1}', "is damaged: 'config'"),
-            ('{"format": 1, "config": {"speed": 1}}', "is damaged: unknown configuration key 'speed'"),
+            ('{"format": 1}', "is damaged .'config'"),
+            ('{"format": 1, "config": {"speed": 1}}', "is damaged .unknown configuration key 'speed'"),
             ("[]", "has format 'list'"),
             ("", "is damaged"),
             ('{"format": 1, "con', "is damaged"),
