@@ -1,0 +1,52 @@
+"""Records with made-up numbers, for tests of what is read from them."""
+
+import json
+import math
+from pathlib import Path
+
+from gtracer.lab.record import Record
+from gtracer.lab.study import Study
+
+ENVIRONMENT = {
+    "commit": "0123456789abcdef",
+    "versions": {"gtracer": "0.1.0", "python": "3.12.0", "torch": "2.6.0"},
+    "hardware": {"machine": "x86_64", "cores": 16, "threads": 1, "device": "cpu"},
+}
+
+
+def fill(study: Study, folder: Path, *, without=(), diverged=()) -> None:
+    """A record for every run of the study, and the study beside them.
+
+    Args:
+        without: (label, setting, seed) of those that are to be missing.
+        diverged: The same of those that end after two epochs.
+    """
+    study.write(folder)
+    for place, point in enumerate(study.points()):
+        for config in point.cells(study.seeds):
+            key = (point.label, point.setting, config.seed)
+            if key not in without:
+                made_up(config, place, failed=key in diverged).write(folder / f"{place}-{config.seed}")
+
+
+def made_up(config, place: int, failed: bool = False) -> Record:
+    """Curves that rise, seed by seed a little apart, each method by its own amount."""
+    record = Record(config, ENVIRONMENT)
+    for epoch in range(1, 1 + (2 if failed else config.epochs)):
+        share = epoch / config.epochs
+        accuracy = (0.3 + 0.05 * place) * math.sqrt(share) + 0.01 * math.sin(7 * config.seed + place + 3 * share)
+        row = {"test_accuracy": accuracy, "test_loss": 2 - accuracy}
+        if config.label_noise:
+            row["memorised"] = 0.6 * share**2 / (1 + place) + 0.005 * config.seed
+        record.add(row, seconds=1.5 + 0.5 * place + 0.01 * config.seed)
+    record.failure = "the loss is not finite at epoch 3" if failed else None
+    return record
+
+
+def damage(folder: Path) -> None:
+    """A record that is cut in half, and one of another format."""
+    for name in ("half", "other"):
+        (folder / name).mkdir()
+    whole = json.dumps({"format": 1, "config": {}, "curves": {}})
+    (folder / "half" / "record.json").write_text(whole[: len(whole) // 2])
+    (folder / "other" / "record.json").write_text(json.dumps({"format": 99}))
