@@ -101,9 +101,7 @@ COLUMNS = (
         lambda row: row.cost,
         note="Relative cost: an epoch's time over that of the setting's first method, where their machines are equal.",
     ),
-    Column(
-        "Note", lambda row: row.state if row.last else "", lambda row: row.state if row.last else None, numeric=False
-    ),
+    Column("Note", lambda row: _note(row) or "", lambda row: _note(row), numeric=False),
 )
 
 
@@ -139,11 +137,12 @@ class Table:
         return "\n".join(parts) + "\n"
 
     def csv(self) -> str:
-        """All numbers unrounded, also where the other tables leave a column out."""
+        """All numbers to ten digits, also where the other tables leave a column out."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(CSV)
-        writer.writerows([get(row) for get in CSV.values()] for row in self.rows)
+        values = [[get(row) for get in CSV.values()] for row in self.rows]
+        writer.writerows([f"{value:.10g}" if isinstance(value, float) else value for value in row] for row in values)
         return out.getvalue()
 
 
@@ -166,6 +165,11 @@ CSV: dict[str, Callable[[Row], float | str | None]] = {
     "relative_cost": lambda row: row.cost,
     "state": lambda row: row.state,
 }
+
+
+def _note(row: Row) -> str | None:
+    """What is not said in place of the accuracy already."""
+    return row.state or None if row.last else None
 
 
 def _mean(estimate: Estimate | None) -> float | None:
