@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_tune(commands)
     _add_bench(commands)
+    _add_report(commands)
     return top
 
 
@@ -163,6 +164,19 @@ def _add_bench(commands: Any) -> None:
     bench.set_defaults(run=_bench)
 
 
+def _add_report(commands: Any) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a page, figures and tables of a folder of runs",
+        description="Read the records in a folder and write a page (index.html), figures (PNG, SVG) and tables "
+        "(Markdown, LaTeX, CSV). Nothing is trained; torch is not needed.",
+        epilog="example: gtracer report runs/table1 -o report",
+    )
+    report.add_argument("runs", type=Path, metavar="RUNS", help="folder that gtracer sweep or train wrote to")
+    report.add_argument("-o", "--out", type=Path, metavar="OUT", help="folder to write to (default: RUNS/report)")
+    report.set_defaults(run=_report)
+
+
 def _add_option(options: Any, item: Field[Any]) -> None:
     """A flag for a field of the configuration, which checks the value itself."""
     flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
@@ -260,6 +274,14 @@ def _bench(chosen: argparse.Namespace) -> None:
 
     names = ("model", "batch_size", "micro_batch", "rounds", "device", "out")
     bench.estimators(**{name: getattr(chosen, name) for name in names}, console=Console())
+
+
+def _report(chosen: argparse.Namespace) -> None:
+    from gtracer.lab import report
+
+    out = chosen.out or chosen.runs / "report"
+    page = report.write(chosen.runs, out, lambda problem: print(f"gtracer: {problem}", file=sys.stderr))
+    print(f"Report: {page}")
 
 
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
