@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
@@ -22,6 +23,7 @@ from gtracer.lab.workers import RETRIES, Cell, Event, Process, failure_of
 
 LOG = "ray.log"
 GONE_AFTER = "20"  # seconds without an answer; Ray's own 60 keep one waiting
+GRACE = 10.0  # seconds for the farewell to a cluster, which may not be there any more
 
 
 @dataclass(frozen=True)
@@ -46,27 +48,39 @@ class Ray:
         # A process of its own talks to Ray: when the cluster goes away, Ray ends that process without a word.
         log = cells[0][1].parent / LOG
         driver = Process(_drive, self, [config for config, _ in cells], _mark(cells), log)
-        left = len(cells)
         try:
-            while left:
-                message = driver.receive()
-                if isinstance(message, str):
-                    raise LabError(message)
-                index, failure, content = message
+            _wait_for(driver, self.address, log)
+            for done in range(len(cells)):
+                index, failure, content = _receive(driver, f"{done} of {len(cells)}", self.address, log)
                 config, folder = cells[index]
                 if content is not None:
                     files.write(folder / NAME, content)
-                left -= 1
                 yield Event(config, ended=True, failure=failure)
-        except EOFError as error:
-            where = f"at {self.address} " if self.address else ""
-            kept = f"{len(cells) - left} of {len(cells)} runs came back and are kept"
-            raise LabError(
-                f"the Ray cluster {where}went away (see {log}); {kept}: give the same command again to go on"
-            ) from error
         finally:
             driver.interrupt()
-            driver.end()
+            driver.end(GRACE)
+
+
+def _wait_for(driver: Process, address: str | None, log: Path) -> None:
+    """Until Ray is there."""
+    try:
+        trouble: str | None = driver.receive()
+    except EOFError:
+        trouble = f"no Ray cluster at {address!r}: is it running, and if it wants a token, is RAY_AUTH_MODE=token set?"
+        trouble += f" ({log} has more)"
+    if trouble is not None:
+        raise LabError(trouble)
+
+
+def _receive(driver: Process, done: str, address: str | None, log: Path) -> Any:
+    try:
+        return driver.receive()
+    except EOFError as error:
+        where = f"at {address} " if address else ""
+        raise LabError(
+            f"the Ray cluster {where}went away (see {log}); {done} runs came back and are kept: give the same command "
+            "again to go on"
+        ) from error
 
 
 def _mark(cells: list[Cell]) -> str:
@@ -87,13 +101,9 @@ def _drive(pipe: Connection, wanted: Ray, configs: list[Config], mark: str, log:
     except ModuleNotFoundError:
         pipe.send("--engine ray needs ray: pip install 'gtracer-optim[ray]'")
         return
-    try:
-        ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.CRITICAL, include_dashboard=False)
-    except Exception as error:  # Ray has a dozen kinds
-        reason = str(error).strip().splitlines()[0]
-        hint = f"is it running, and if it wants a token, is RAY_AUTH_MODE=token set? ({log} has more)"
-        pipe.send(f"no Ray cluster at {wanted.address!r} ({reason}): {hint}")
-        return
+    # Where there is no cluster, Ray raises one of a dozen errors, or ends the process: one end for all of them.
+    ray.init(address=wanted.address, log_to_driver=False, logging_level=logging.CRITICAL, include_dashboard=False)
+    pipe.send(None)
     task = ray.remote(_train).options(num_cpus=wanted.cpus, num_gpus=wanted.gpus, max_retries=wanted.retries)
     waiting = {task.remote(config, mark): index for index, config in enumerate(configs)}
     while waiting:
@@ -101,6 +111,8 @@ def _drive(pipe: Connection, wanted: Ray, configs: list[Config], mark: str, log:
         index = waiting.pop(done)
         try:
             pipe.send((index, *ray.get(done)))
+        except ray.exceptions.LocalRayletDiedError:  # the cluster's end at this machine
+            return
         except ray.exceptions.RayError as error:
             pipe.send((index, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", None))
     ray.shutdown()

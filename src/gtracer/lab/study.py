@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ class Study:
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values, for JSON and YAML."""
-        return {key: list(self.seeds) if key == "seeds" else getattr(self, key) for key in KEYS}
+        return deepcopy({key: getattr(self, key) for key in KEYS} | {"seeds": list(self.seeds)})
 
     @classmethod
     def from_mapping(cls, values: Any) -> Study:

@@ -92,9 +92,11 @@ class Process:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGINT)
 
-    def end(self) -> int | None:
-        """Wait for its end; its exit code."""
+    def end(self, grace: float | None = None) -> int | None:
+        """Wait for its end, for so many seconds at most; its exit code."""
         self.pipe.close()
+        self._process.join(grace)
+        self._process.kill()
         self._process.join()
         return self._process.exitcode
 
