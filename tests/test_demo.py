@@ -9,20 +9,27 @@ from rich.console import Console
 
 from gtracer import __version__, cli
 from gtracer.lab import demo
+from gtracer.lab.results import Estimate
 
 
 def test_every_optimiser_is_run_shown_and_recorded(tmp_path, capsys):
     results = demo.run(seeds=2, epochs=1, folder=tmp_path, console=Console(width=120))
     out = capsys.readouterr().out
-    assert list(results) == [(name, depth) for depth in (2, 5) for name in demo.OPTIMIZERS]
-    for (name, depth), records in results.items():
-        assert name in out
-        assert [(r.config.seed, r.config.depth) for r in records] == [(0, depth), (1, depth)]
-        assert all(r.config.optimizer == demo.OPTIMIZERS[name].optimizer for r in records)
-        assert demo.mean_and_error(demo.last(records)) in out
-        assert demo.mean_and_error(demo.best(records)) in out
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(tmp_path.glob("*/record.json"))) == 4 * len(demo.OPTIMIZERS)
+    assert [(r.point.method, r.point.config.depth) for r in results.all] == [
+        (name, depth) for depth in (2, 5) for name in ("SGD", "SAM, usual ρ", "SAM, tuned ρ", "SGD-TRACER")
+    ]
+    for result in results.all:
+        assert result.point.method in out
+        assert [(r.config.seed, r.config.depth) for r in result.finished] == [
+            (seed, result.point.config.depth) for seed in (0, 1)
+        ]
+        assert str(Estimate.of(result.last())) in out
+        assert str(Estimate.of(result.best())) in out
+    for method in results.study.methods:
+        assert f"{method}: {Estimate.of(demo.over_both(results, method))}" in out
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert all(str(result.accuracy) in page for result in results.all)
+    assert len(list(tmp_path.glob("*/record.json"))) == 16
 
 
 def test_what_is_finished_is_not_run_again(tmp_path):
@@ -30,12 +37,7 @@ def test_what_is_finished_is_not_run_again(tmp_path):
     stamps = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/record.json")}
     second = demo.run(seeds=1, epochs=1, folder=tmp_path, console=Console(quiet=True))
     assert {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/record.json")} == stamps
-    assert [r.curves for rs in first.values() for r in rs] == [r.curves for rs in second.values() for r in rs]
-
-
-def test_mean_and_error():
-    assert demo.mean_and_error([1.0, 2.0, 3.0]) == "2.0 ± 0.6"  # s = 1, n = 3
-    assert demo.mean_and_error([4.25]) == "4.2"
+    assert [r.last() for r in first.all] == [r.last() for r in second.all]
 
 
 def test_command_line(tmp_path, capsys, monkeypatch):
@@ -78,9 +80,10 @@ def test_its_claim(tmp_path):
         gap = statistics.mean(ours) - statistics.mean(theirs)
         return gap > 2 * ((statistics.variance(ours) + statistics.variance(theirs)) / len(ours)) ** 0.5
 
-    for name, depth in [("SGD", 2), ("SGD", 5), ("SAM, ρ 0.05", 2), ("SAM, ρ 0.05", 5), ("SAM, ρ 1", 5)]:
-        assert is_above(demo.last(results["SGD-TRACER", depth]), demo.last(results[name, depth]))
-    for name in ("SGD", "SAM, ρ 0.05", "SAM, ρ 1"):
+    last = {(r.point.method, r.point.config.depth): r.last() for r in results.all}
+    for name, depth in [("SGD", 2), ("SGD", 5), ("SAM, usual ρ", 2), ("SAM, usual ρ", 5), ("SAM, tuned ρ", 5)]:
+        assert is_above(last["SGD-TRACER", depth], last[name, depth])
+    for name in ("SGD", "SAM, usual ρ", "SAM, tuned ρ"):
         assert is_above(demo.over_both(results, "SGD-TRACER"), demo.over_both(results, name))
 
 

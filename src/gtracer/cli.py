@@ -174,6 +174,7 @@ def _add_report(commands: Any) -> None:
     )
     report.add_argument("runs", type=Path, metavar="RUNS", help="folder that gtracer sweep or train wrote to")
     report.add_argument("-o", "--out", type=Path, metavar="OUT", help="folder to write to (default: RUNS/report)")
+    report.add_argument("--study", metavar="STUDY", help="a name or file (default: the one that made the records)")
     report.set_defaults(run=_report)
 
 
@@ -277,10 +278,11 @@ def _bench(chosen: argparse.Namespace) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    from gtracer.lab import report
+    from gtracer.lab import report, study
 
     out = chosen.out or chosen.runs / "report"
-    page = report.write(chosen.runs, out, lambda problem: print(f"gtracer: {problem}", file=sys.stderr))
+    wanted = study.load(chosen.study) if chosen.study else None
+    page = report.write(chosen.runs, out, lambda problem: print(f"gtracer: {problem}", file=sys.stderr), wanted)
     print(f"Report: {page}")
 
 

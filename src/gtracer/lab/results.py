@@ -158,8 +158,8 @@ def welch(ours: list[float], theirs: list[float]) -> float | None:
     return float(ttest_ind_from_stats(*sides, equal_var=False).pvalue)
 
 
-def read(folder: Path) -> tuple[Results, list[str]]:
-    """A folder's records, under the study that made them or one made up from what they differ in.
+def read(folder: Path, of: Study | None = None) -> tuple[Results, list[str]]:
+    """A folder's records, under a study: a given one, that which made them, or one made up from what they differ in.
 
     With it comes a line for each record that cannot be read: the others are reported without it.
     """
@@ -171,6 +171,8 @@ def read(folder: Path) -> tuple[Results, list[str]]:
             records.append(Record.read(path.parent))
         except LabError as error:
             problems.append(str(error))
+    if of is not None:
+        return Results(of, records), problems
     if (folder / study.NAME).exists():
         return Results(Study.read(folder / study.NAME), records), problems
     if not records:

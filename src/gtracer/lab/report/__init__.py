@@ -8,17 +8,19 @@ from pathlib import Path
 from gtracer.lab import files, record, results
 from gtracer.lab.report import figures, page
 from gtracer.lab.report.tables import Table
+from gtracer.lab.study import Study
 
 
-def write(folder: Path, out: Path, tell: Callable[[str], None] = lambda line: None) -> Path:
+def write(folder: Path, out: Path, tell: Callable[[str], None] = lambda line: None, study: Study | None = None) -> Path:
     """Write the report and return the page's path.
 
     Args:
         folder: Where the records lie, and with them study.json if a study made them.
         out: For `index.html`, `figures/` and `tables/`.
         tell: Called with a line for each record that cannot be read.
+        study: Another than the one that made the records.
     """
-    found, problems = results.read(folder)
+    found, problems = results.read(folder, study)
     for problem in problems:
         tell(problem)
     table, pictures = Table(found), figures.pictures(found)
