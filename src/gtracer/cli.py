@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
@@ -216,10 +217,10 @@ def _train(chosen: argparse.Namespace) -> None:
     from gtracer.lab.watch import Bar, TensorBoard
 
     config, folder = _configured(chosen)
-    console = Console()
+    console = Console(quiet=not _is_first())
     with Bar(console, config.epochs) as bar:
         watchers: list[Watcher] = [bar]
-        if chosen.tensorboard:
+        if chosen.tensorboard and _is_first():
             watchers.append(TensorBoard(folder))
         record = train(config, folder, watchers, resume=chosen.resume is not None)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
@@ -309,6 +310,11 @@ def _given(chosen: argparse.Namespace) -> dict[str, Any]:
     return {f.name: getattr(chosen, f.name) for f in fields(Config) if getattr(chosen, f.name) is not None}
 
 
+def _is_first() -> bool:
+    """Whether this is the first, or only one, of the processes that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; without one, the demo. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -322,7 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)
         return 1
     except Interrupted as stopped:
-        print(f"gtracer: interrupted; {stopped}", file=sys.stderr)
+        if _is_first():
+            print(f"gtracer: interrupted; {stopped}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("gtracer: interrupted", file=sys.stderr)

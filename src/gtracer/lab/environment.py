@@ -14,7 +14,7 @@ import torch
 PACKAGES = ("torch", "numpy", "scikit-learn", "transformers", "tokenizers")
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe(device: torch.device, processes: int = 1) -> dict[str, Any]:
     """What a reader of the record needs to judge or repeat it."""
     from gtracer import __version__
 
@@ -25,6 +25,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    if processes > 1:
+        hardware["processes"] = processes
     if device.type == "cuda":
         hardware["gpu"] = torch.cuda.get_device_name(device)
     return {"commit": commit(), "versions": versions, "hardware": hardware | {"device": device.type}}

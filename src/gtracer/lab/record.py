@@ -93,10 +93,10 @@ class Record:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise LabError(f"{path} has format {found!r}, this gtracer reads {FORMAT}: use the version that wrote it")
         try:
+            config = Config.from_mapping(content["config"])
             for key, kind in (("environment", dict), ("curves", dict), ("seconds", list), ("peak_memory", int)):
                 if not isinstance(content[key], kind):
                     raise TypeError(f"{key} is {content[key]!r}")
-            config = Config.from_mapping(content["config"])
             curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
             read = cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
             read.failure = content.get("failure")  # older records have none

@@ -16,20 +16,25 @@ from torch.nn.functional import cross_entropy
 from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
+from gtracer.lab.ranks import Ranks
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
 from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
 
 CHECKPOINT = "checkpoint.pt"
+IGNORED = -100  # torch's label of an example that does not count
 EVALUATION_BATCHES = 4  # without gradients so many times the examples fit
 
 
 class Run:
     """Everything that changes while training. The same configuration makes the same run, step for step."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self.config = config
-        self.device = device_of(config.device)
+        self.ranks = ranks or Ranks(device_of(config.device))
+        self.device = self.ranks.device
+        if self.ranks.world > 1:
+            _refuse_what_is_not_shared(config)
         task = tasks.load(config)
         if config.augment and task.kind != "image":
             raise LabError(f"augment = True is for images, the examples of task {config.task!r} are {task.kind}s")
@@ -37,6 +42,9 @@ class Run:
         built = models.build(config, task)
         self.model = built.model.to(self.device)
         self.optimizer = optimizers.build(config, self.model)
+        self.trained = self.ranks.wrapped(self.model)
+        if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
+            torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
         self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
         self.labels, self.truth = task.train.labels.to(self.device), task.train.truth.to(self.device)
         self.test_labels = task.test.labels.to(self.device)
@@ -66,11 +74,14 @@ class Run:
             yield self._make_step(rows)
 
     def _make_step(self, rows: Tensor) -> float:
-        inputs, labels = self.train_batch(rows), self.labels[rows.to(self.device)]
+        mine, counted = self.ranks.share(rows)
+        inputs, labels = self.train_batch(mine), self.labels[mine.to(self.device)]
         if self.config.augment:
             inputs = models.cropped_and_flipped(inputs)
+        if counted < len(mine):  # for company only: torch leaves this label out of a loss
+            labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
         try:
-            loss = float(self._step(inputs, labels))
+            loss = float(self.ranks.mean(self._step(inputs, labels, len(rows))))
         except NonFiniteError:
             loss = math.nan
         if not math.isfinite(loss):
@@ -85,20 +96,24 @@ class Run:
             self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
         return loss
 
-    def _step(self, inputs: Any, labels: Tensor) -> Tensor:
-        """One step of the optimiser; the loss before it."""
+    def _step(self, inputs: Any, labels: Tensor, of: int) -> Tensor:
+        """One step of the optimiser; the loss before it, such that the mean over the processes is the batch's."""
+
+        def loss_of(inputs: Any, labels: Tensor) -> Tensor:
+            with self._precision():
+                outputs = self.trained(inputs).float()
+            if self.ranks.world == 1:
+                return cross_entropy(outputs, labels)
+            return cross_entropy(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.ranks.world / of)
+
         if isinstance(self.optimizer, TwoPassOptimizer):
-            found: Tensor = self.optimizer.step(self._loss, inputs, labels)
+            found: Tensor = self.optimizer.step(loss_of, inputs, labels)
             return found
         self.optimizer.zero_grad()
-        loss = self._loss(inputs, labels)
+        loss = loss_of(inputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         return loss.detach()
-
-    def _loss(self, inputs: Any, labels: Tensor) -> Tensor:
-        with self._precision():
-            return cross_entropy(self.model(inputs).float(), labels)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
@@ -112,6 +127,7 @@ class Run:
             row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
         if isinstance(self.optimizer, TracerOptimizer):
             row["trace_ratio"] = means["trace_ratio"]
+        self.ranks.as_first(self.model.buffers())
         logits = self._logits(self.test_batch, torch.arange(len(self.test_labels)))
         row["test_accuracy"] = share_right(logits, self.test_labels)
         row["test_loss"] = cross_entropy(logits, self.test_labels).item()
@@ -130,9 +146,11 @@ class Run:
     def _logits(self, batch: models.Batch, rows: Tensor) -> Tensor:
         """The model's outputs for these rows."""
         self.model.eval()
+        mine, _ = self.ranks.share(rows)
         with self._precision():
-            parts = torch.split(rows, EVALUATION_BATCHES * self.config.batch_size)
-            return torch.cat([self.model(batch(part)).float() for part in parts])
+            parts = torch.split(mine, EVALUATION_BATCHES * self.config.batch_size)
+            outputs = torch.cat([self.model(batch(part)).float() for part in parts])
+        return self.ranks.joined(outputs)[: len(rows)]
 
     # Saving and loading.
 
@@ -145,8 +163,11 @@ class Run:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
+        everyone = self.ranks.all(random)
+        if not self.ranks.is_first:
+            return
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        state |= {"random": random, "results": results}
+        state |= {"random": everyone, "results": results}
         state |= {name: getattr(self, name) for name in ("epoch", "step", "sums", "seconds")}
         buffer = BytesIO()
         torch.save(state, buffer)
@@ -162,14 +183,26 @@ class Run:
                 part.load_state_dict(state[name])
             for name in ("epoch", "step", "sums", "seconds"):
                 setattr(self, name, state[name])
-            torch.set_rng_state(state["random"]["cpu"].cpu())
+            if len(state["random"]) != self.ranks.world:
+                raise ValueError(f"{len(state['random'])} processes, not {self.ranks.world}, wrote it")
+            random = state["random"][self.ranks.rank]
+            torch.set_rng_state(random["cpu"].cpu())
             if self.device.type == "cuda":
-                torch.cuda.set_rng_state(state["random"]["cuda"].cpu(), self.device)
+                torch.cuda.set_rng_state(random["cuda"].cpu(), self.device)
             results: dict[str, Any] = state["results"]
             return results
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
+
+
+def _refuse_what_is_not_shared(config: Config) -> None:
+    """Only gradients are averaged over the processes: what is made of a process's own examples would differ."""
+    for name in ("curvature", "average"):
+        if getattr(config, name) not in (None, "gradient-magnitude"):
+            raise LabError(f"{name} = {getattr(config, name)!r} cannot be shared by several processes: run it in one")
+    if config.engine == "exact":
+        raise LabError("engine = 'exact' cannot be shared by several processes: use finite-difference, or one process")
 
 
 def share_right(logits: Tensor, labels: Tensor) -> float:

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -14,8 +14,9 @@ from typing import Protocol
 from gtracer.lab import environment, files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
+from gtracer.lab.ranks import joined
 from gtracer.lab.record import NAME, Record
-from gtracer.lab.run import CHECKPOINT, Run
+from gtracer.lab.run import CHECKPOINT, Run, device_of
 
 
 class Watcher(Protocol):
@@ -34,25 +35,33 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         DivergedError: Where the loss is not finite any more; the record says so, and it is not run again.
         Interrupted: On Ctrl-C, after saving.
     """
-    record = _record_in(folder, config, resume)
-    if record is not None and record.finished:
+    with joined(device_of(config.device)) as ranks:
+        record = ranks.from_first(lambda: _record_in(folder, config, resume))
+        if record is not None and record.finished:
+            return record
+        run = Run(config, ranks)
+        record = record or Record(config, environment.describe(run.device, ranks.world))
+        with files.locked(folder, "run") if ranks.is_first else nullcontext():
+            _train(run, record, folder, watchers, resume)
         return record
-    run = Run(config)
-    record = record or Record(config, environment.describe(run.device))
-    with files.locked(folder, "run"):
-        if resume and (folder / CHECKPOINT).exists():
-            record.take(run.load(folder))
-        record.write(folder)  # before the first epoch is spent on a folder that cannot be written
-        try:
-            with stop_on_interrupt() as stopped:
-                while run.epoch < config.epochs:
-                    _one_epoch(run, record, folder, watchers, stopped)
-        except DivergedError as error:
-            record.failure = str(error)
+
+
+def _train(run: Run, record: Record, folder: Path, watchers: list[Watcher], resume: bool) -> None:
+    if resume and (folder / CHECKPOINT).exists():
+        record.take(run.load(folder))
+    # Before the first epoch is spent on a folder that cannot be written.
+    run.ranks.from_first(lambda: record.write(folder))
+    try:
+        with stop_on_interrupt() as stopped:
+            while run.epoch < run.config.epochs:
+                _one_epoch(run, record, folder, watchers, stopped)
+    except DivergedError as error:
+        record.failure = str(error)
+        if run.ranks.is_first:
             record.write(folder)
-            raise
+        raise
+    if run.ranks.is_first:
         (folder / CHECKPOINT).unlink(missing_ok=True)
-    return record
 
 
 def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], stopped: Callable[[], bool]) -> None:
@@ -60,7 +69,7 @@ def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], 
     for loss in run.rest_of_epoch():
         for watcher in watchers:
             watcher.step(run, loss)
-        if stopped():
+        if run.ranks.any(stopped()):
             run.seconds += time.perf_counter() - start
             run.save(folder, record.results())
             raise Interrupted(f"go on with gtracer train --resume {folder}")
@@ -70,7 +79,7 @@ def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], 
     run.seconds = 0.0
     # The checkpoint holds the results too: should the power fail between the two files, they are taken from there.
     run.save(folder, record.results())
-    record.write(folder)
+    run.ranks.from_first(lambda: record.write(folder))
     for watcher in watchers:
         watcher.epoch(run, row)
 
@@ -95,20 +104,23 @@ def _record_in(folder: Path, config: Config, resume: bool) -> Record | None:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Let the step under way be finished on the first Ctrl-C; a second one stops at once."""
-    seen = False
+    """Let the step under way be finished on the first Ctrl-C; a second one stops at once.
+
+    Not one in the same second: it is the first again, from the terminal and from torchrun.
+    """
+    seen: float | None = None
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal seen
-        if seen:
+        if seen is not None and time.monotonic() - seen > 1:
             raise KeyboardInterrupt
-        seen = True
+        seen = seen or time.monotonic()
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may catch signals
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: seen
+        yield lambda: seen is not None
     finally:
         signal.signal(signal.SIGINT, before)
