@@ -144,6 +144,23 @@ class TestHoldout:
             tasks.load(replace(config, holdout=share))
 
 
+@pytest.mark.parametrize("kind", ["vector", "image", "text"])
+def test_a_share_of_the_training_data(kind, tmp_path):
+    """Seeded; half of its labels are wrong, as asked; and a part of it, not of the rest, is held out."""
+    config = task_of(kind, tmp_path, seed=3)
+    whole, some = tasks.load(config), tasks.load(replace(config, train_share=0.3, label_noise=0.5, holdout=0.25))
+    n = round(0.3 * len(whole.train.labels))
+    chosen = examples(some.train) + examples(some.holdout)
+    assert len(chosen) == n
+    assert {(x, truth) for x, _, truth in chosen} <= {(x, truth) for x, _, truth in examples(whole.train)}
+    assert sum(label != truth for _, label, truth in chosen) == round(0.5 * n)
+    other = tasks.load(replace(config, train_share=0.3, seed=4))
+    assert {x for x, *_ in examples(other.train)} != {x for x, *_ in chosen}
+    assert examples(some.test) == examples(whole.test)
+    with pytest.raises(LabError, match="train_share = 1e-06 leaves 0 of"):
+        tasks.load(replace(config, train_share=1e-6))
+
+
 def test_held_out_labels_are_as_wrong_as_the_rest():
     """Also not the wrong ones by preference, though both are drawn from one seed."""
     for seed in range(3):

@@ -33,6 +33,7 @@ class Config:
     label_column: str = option("label", "a text file's column with the class")
     max_length: int = option(256, "tokens of a text, at most")
     label_noise: float = option(0.0, "share of training labels replaced by a different class")
+    train_share: float = option(1.0, "share of the training data that is used")
     holdout: float = option(
         0.0, "share of the training data kept out of training, its labels as wrong as the rest, to tune on"
     )
@@ -95,6 +96,7 @@ class Config:
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)
+        checks.number("train_share", self.train_share, low=0, high=1, open_low=True)
         checks.number("holdout", self.holdout, low=0, high=1, open_high=True)
         for name in ("lr", "momentum", "weight_decay", "eps"):
             checks.number(name, getattr(self, name), low=0)

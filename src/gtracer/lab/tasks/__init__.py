@@ -37,7 +37,7 @@ def check(name: str) -> None:
 
 
 def load(config: Config) -> Task:
-    """The task's data; a seeded share of the training labels is wrong, and a share of the examples held out."""
+    """The task's data, or a share of it; a seeded share of the training labels is wrong, of the examples held out."""
     check(config.task)
     if config.task in TASKS:
         task = TASKS[config.task](config)
@@ -47,5 +47,7 @@ def load(config: Config) -> Task:
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")
+    if config.train_share < 1:
+        task = task.narrowed(config.train_share, config.seed)
     task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
     return task.holding_out(config.holdout, config.seed) if config.holdout else task

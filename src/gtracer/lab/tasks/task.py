@@ -45,11 +45,26 @@ class Task:
         """The same task with other labels to train on."""
         return replace(self, train=replace(self.train, labels=labels))
 
+    def narrowed(self, share: float, seed: int) -> Task:
+        """The same task with a seeded share of the training data."""
+        order = _shuffled(len(self.train.labels), -1_000_000_007 - seed)
+        kept = round(share * len(order))
+        if not kept:
+            raise LabError(f"train_share = {share} leaves 0 of {len(order)} training examples")
+        return replace(self, train=self.train.rows(order[:kept]))
+
     def holding_out(self, share: float, seed: int) -> Task:
         """The same task with a seeded share of the training data kept out of training."""
-        # A seed that nothing else draws from: with the wrong labels' own, just those would be held out.
-        order = torch.randperm(len(self.train.labels), generator=torch.Generator().manual_seed(-1 - seed))
+        order = _shuffled(len(self.train.labels), -1 - seed)
         held = round(share * len(order))
         if not 0 < held < len(order):
             raise LabError(f"holdout = {share} keeps {held} of {len(order)} training examples: both sides need some")
         return replace(self, train=self.train.rows(order[held:]), holdout=self.train.rows(order[:held]))
+
+
+def _shuffled(n: int, seed: int) -> Tensor:
+    """By a seed that nothing else draws from: with the wrong labels' own, just those would be held out.
+
+    Negative, since torch looks at the lower 32 bits alone: a large number could be a small one again.
+    """
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed))
