@@ -129,6 +129,8 @@ def tune(
                 search.tell(trial, made[-1].score)
             console.print(_line(made[-len(asked) :], len(made), trials), highlight=False, soft_wrap=True)
         best = max(made, key=lambda trial: trial.score)
+        if best.score == 0:
+            raise LabError(f"every one of {trials} trials diverged: lower lr, or the ranges")
         chosen = replace(configured(config, best.values), holdout=0.0)
         chosen.write(folder / BEST)
     for line in _told(best, made, searched, folder):
