@@ -13,15 +13,13 @@ def run(settings: Config, folder: Path) -> dict[str, float]:
     """Train (once) and give the last epoch's row; a run that blew up has learnt nothing."""
     import torch
 
-    from gtracer.lab.errors import LabError
+    from gtracer.lab.errors import DivergedError
     from gtracer.lab.train import train
 
     torch.set_num_threads(1)
     try:
         record = train(settings, folder, [], resume=(folder / "record.json").exists())
-    except LabError as error:
-        if "not finite" not in str(error):
-            raise
+    except DivergedError:
         return {"test_accuracy": 0.0, "holdout_accuracy": 0.0, "diverged": 1.0}
     last: dict[str, float] = record.summary()["last"]
     return last

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import gtracer
 from gtracer import cli
+from gtracer.lab import study
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -53,9 +54,27 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
     lines = [line for page in PAGES for block in blocks("sh", page.read_text()) for line in block.splitlines()]
     commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]
     assert commands
-    quick = {"bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"]}
+    quick = {
+        "bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"],
+        "sweep": ["--epochs", "1", "--seeds", "1"],
+        "tune": ["--epochs", "1", "--trials", "2"],
+        "report": [],
+    }
     for words in commands:
         assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0
+
+
+def test_the_example_of_a_study_is_one(tmp_path):
+    (block,) = blocks("yaml", (ROOT / "docs" / "studies.md").read_text())
+    (tmp_path / "mine.yaml").write_text(block)
+    mine = study.load(str(tmp_path / "mine.yaml"))
+    assert len(mine.cells()) == 3 * 2 * 4
+    assert [p.config.lr for p in mine.points() if p.label == "SAM, ρ 0.3"] == [0.02, 0.08]
+
+
+def test_every_shipped_study_is_in_the_docs():
+    page = (ROOT / "docs" / "studies.md").read_text()
+    assert all(f"`{name}`" in page for name in study.shipped())
 
 
 def test_the_derivation_s_example_runs(capsys):
