@@ -447,6 +447,7 @@ class TestBadInput:
             ('{"format": 1, "config": {"speed": 1}}', "is damaged .unknown configuration key 'speed'"),
             ("[]", "has format 'list'"),
             ("", "is damaged"),
+            (json.dumps({"format": 1, "config": {}, "environment": None}), "is damaged .environment is None"),
             ('{"format": 1, "con', "is damaged"),
         ],
     )

@@ -247,6 +247,14 @@ class TestBadInput:
         assert "remove its folder to run it anew" in line
         assert path.read_text() == half  # not ours to throw away
 
+    def test_a_record_of_another_version(self, capsys, tmp_path):
+        mine = study(seeds=1)
+        sweep(mine, tmp_path / "out", TWO, QUIET)
+        path = tmp_path / "out" / mine.cells()[0].cell.folder / NAME
+        path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+        line = self.line(capsys, tmp_path, mine.to_mapping())
+        assert f"{path} has format 2, this gtracer reads 1: use the version that wrote it" in line
+
     def test_two_sweeps_on_one_folder(self, capsys, tmp_path):
         with files.locked(tmp_path / "out", "sweep"):
             line = self.line(capsys, tmp_path, STUDY)
