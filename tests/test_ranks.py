@@ -85,7 +85,7 @@ def test_the_same_numbers_as_one(change, tmp_path):
 
 def test_interrupted_and_resumed(tmp_path):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
-    config = replace(SMALL, epochs=400, batch_size=256, width=8)
+    config = replace(SMALL, epochs=80, batch_size=256, width=8)
     config.write(tmp_path / "c.yaml")
     straight = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
     _, error = ended(straight)

@@ -46,15 +46,16 @@ def names() -> list[str]:
     return [*ALIASES, *BASES, *(f"{base}-{scheme}" for base in BASES for scheme in SCHEMES)]
 
 
-def build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """The configuration's optimiser on the model's parameters."""
+def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer:
+    """The configuration's optimiser on the model's parameters; with arguments of torch's own, if need be."""
     base, scheme = _parsed(config.optimizer)
     params = [p for p in model.parameters() if p.requires_grad]
     try:
         if scheme == "tracer" and base in OWN:
             mine = _given(config, *TRACER) | _estimators(config) | (_given(config, "beta") if base == "sgd" else {})
-            return OWN[base](params, **_accepted(OWN[base], config), **mine, interval=config.interval, model=model)
-        plain = BASES[base](params, **_accepted(BASES[base], config))
+            given = _accepted(OWN[base], config) | own
+            return OWN[base](params, **given, **mine, interval=config.interval, model=model)
+        plain = BASES[base](params, **_accepted(BASES[base], config) | own)
         if scheme == "tracer":
             mine = _given(config, "beta", *TRACER) | _estimators(config)
             return Tracer(plain, **mine, interval=config.interval, model=model)

@@ -101,5 +101,6 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield Ranks(device, distributed.get_rank(), world)
+        distributed.barrier()  # who leaves first takes the connections with him
     finally:
         distributed.destroy_process_group()

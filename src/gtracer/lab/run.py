@@ -29,7 +29,14 @@ EVALUATION_BATCHES = 4  # without gradients so many times the examples fit
 class Run:
     """Everything that changes while training. The same configuration makes the same run, step for step."""
 
-    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None, **own: Any) -> None:
+        """Make it.
+
+        Args:
+            config: Decides everything.
+            ranks: The processes that share it, if there are others.
+            **own: Arguments of torch's optimiser beside those of the configuration.
+        """
         self.config = config
         self.ranks = ranks or Ranks(device_of(config.device))
         self.device = self.ranks.device
@@ -41,7 +48,7 @@ class Run:
         torch.manual_seed(config.seed)
         built = models.build(config, task)
         self.model = built.model.to(self.device)
-        self.optimizer = optimizers.build(config, self.model)
+        self.optimizer = optimizers.build(config, self.model, **own)
         self.trained = self.ranks.wrapped(self.model)
         if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
             torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
@@ -50,8 +57,10 @@ class Run:
         self.test_labels = task.test.labels.to(self.device)
         self.holdout = None
         if task.holdout is not None:
-            self.holdout = built.batches(task.holdout, self.device), task.holdout.labels.to(self.device)
-        self.wrong = (task.train.labels != task.train.truth).nonzero().flatten()
+            labels = task.holdout.labels.to(self.device)
+            self.holdout = built.batches(task.holdout, self.device), self._rows(labels), labels
+        self.wrong = (task.train.labels != task.train.truth).nonzero().flatten().to(self.device)
+        self._test_rows = self._rows(self.test_labels)
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
         total = self.steps_an_epoch * config.epochs
@@ -64,14 +73,20 @@ class Run:
         self.seconds = 0.0  # spent on this epoch before an interrupt
         self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
 
+    def _rows(self, labels: Tensor) -> Tensor:
+        return torch.arange(len(labels), device=self.device)
+
     def rest_of_epoch(self) -> Iterator[float]:
         """Make the steps that are left of this epoch; after each its loss is given."""
-        # A generator of its own for each epoch: the order needs no state to be saved.
-        order = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
-        batches = torch.split(torch.randperm(len(self.labels), generator=order), self.config.batch_size)
+        batches = torch.split(self.order(), self.config.batch_size)
         self.model.train()
         for rows in batches[self.step :]:
             yield self._make_step(rows)
+
+    def order(self) -> Tensor:
+        """Of the training examples in this epoch, which has a generator of its own: there is no state to save."""
+        own = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
+        return torch.randperm(len(self.labels), generator=own)
 
     def _make_step(self, rows: Tensor) -> float:
         mine, counted = self.ranks.share(rows)
@@ -81,11 +96,10 @@ class Run:
         if counted < len(mine):  # for company only: torch leaves this label out of a loss
             labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
         try:
-            loss = float(self.ranks.mean(self._step(inputs, labels, len(rows))))
+            loss = float(self.ranks.mean(self.update(inputs, labels, len(rows))))
         except NonFiniteError:
             loss = math.nan
-        if not math.isfinite(loss):
-            raise DivergedError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
+        self.require_finite(loss)
         self.schedule.step()
         if self.rho_schedule is not None:
             self.rho_schedule.step()
@@ -96,7 +110,11 @@ class Run:
             self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
         return loss
 
-    def _step(self, inputs: Any, labels: Tensor, of: int) -> Tensor:
+    def require_finite(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            raise DivergedError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
+
+    def update(self, inputs: Any, labels: Tensor, of: int) -> Tensor:
         """One step of the optimiser; the loss before it, such that the mean over the processes is the batch's."""
 
         def loss_of(inputs: Any, labels: Tensor) -> Tensor:
@@ -120,27 +138,38 @@ class Run:
 
     def finish_epoch(self) -> dict[str, float]:
         """Evaluate, and go on to the next epoch. Gives the epoch's row of the record."""
+        return self.row({name: value.item() for name, value in self.measured().items()})
+
+    def row(self, measured: dict[str, float]) -> dict[str, float]:
+        """The epoch's row of the record, with what was `measured` at its end; the next epoch begins."""
         means = {name: total / self.steps_an_epoch for name, total in self.sums.items()}
         group = self.optimizer.param_groups[0]
-        row = {"train_loss": means["train_loss"], "lr": group["lr"]}
+        row = {"train_loss": means["train_loss"], "lr": float(group["lr"])}
         if isinstance(self.optimizer, TwoPassOptimizer):
             row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
         if isinstance(self.optimizer, TracerOptimizer):
             row["trace_ratio"] = means["trace_ratio"]
-        self.ranks.as_first(self.model.buffers())
-        logits = self._logits(self.test_batch, torch.arange(len(self.test_labels)))
-        row["test_accuracy"] = share_right(logits, self.test_labels)
-        row["test_loss"] = cross_entropy(logits, self.test_labels).item()
-        if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
-            batch, labels = self.holdout
-            row["holdout_accuracy"] = share_right(self._logits(batch, torch.arange(len(labels))), labels)
-        if len(self.wrong):
-            logits, wrong = self._logits(self.train_batch, self.wrong), self.wrong.to(self.device)
-            row["memorised"] = share_right(logits, self.labels[wrong])
-            row["recovered"] = share_right(logits, self.truth[wrong])
         self.epoch, self.step = self.epoch + 1, 0
         self.sums = dict.fromkeys(self.sums, 0.0)
-        return row
+        return row | measured
+
+    @torch.no_grad()
+    def measured(self) -> dict[str, Tensor]:
+        """How good the model is: on the test data, on held-out data, and on what was labelled wrongly."""
+        self.ranks.as_first(self.model.buffers())
+        logits = self._logits(self.test_batch, self._test_rows)
+        found = {
+            "test_accuracy": share_right(logits, self.test_labels),
+            "test_loss": cross_entropy(logits, self.test_labels),
+        }
+        if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
+            batch, rows, labels = self.holdout
+            found["holdout_accuracy"] = share_right(self._logits(batch, rows), labels)
+        if len(self.wrong):
+            logits = self._logits(self.train_batch, self.wrong)
+            found["memorised"] = share_right(logits, self.labels[self.wrong])
+            found["recovered"] = share_right(logits, self.truth[self.wrong])
+        return found
 
     @torch.no_grad()
     def _logits(self, batch: models.Batch, rows: Tensor) -> Tensor:
@@ -205,8 +234,8 @@ def _refuse_what_is_not_shared(config: Config) -> None:
         raise LabError("engine = 'exact' cannot be shared by several processes: use finite-difference, or one process")
 
 
-def share_right(logits: Tensor, labels: Tensor) -> float:
-    return (logits.argmax(1) == labels).double().mean().item()
+def share_right(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(1) == labels).double().mean()
 
 
 def learning_rate_factor(schedule: str, warmup: int, total: int) -> Callable[[int], float]:

@@ -38,6 +38,11 @@ class Stats:
         self._damped_share: float | None = None
         self.count_damped: Callable[[], Tensor] | None = None
 
+    def on_device(self) -> Tensor:
+        """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor: nothing is waited for."""
+        loss, trace_ratio, size, change, _ = self._values
+        return torch.stack([loss, trace_ratio, change / size])
+
     def _value(self, index: int) -> float:
         if self._read is None:
             self._read = self._values.tolist()

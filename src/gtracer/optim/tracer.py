@@ -66,7 +66,7 @@ class SGDTracer(Tracer):
 
     Args:
         params: Parameters or groups, as for `torch.optim.SGD`.
-        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach: As for `torch.optim.SGD`.
+        lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: As for `torch.optim.SGD`.
         rho: ρ, strength of the penalty. May be set per group, as β, δ and f₀ may.
         beta: β, how fast f follows the squared gradient.
         delta: δ, damping of the ratio.
@@ -84,6 +84,7 @@ class SGDTracer(Tracer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
+        fused: bool | None = None,
         rho: float = RHO,
         beta: float = BETA,
         delta: float = DELTA,
@@ -96,6 +97,7 @@ class SGDTracer(Tracer):
         checks.flag("nesterov", nesterov)
         checks.flag("maximize", maximize)
         checks.kind("foreach", foreach, (bool, type(None)))
+        checks.kind("fused", fused, (bool, type(None)))
         base = torch.optim.SGD(
             checks.parameters(params),
             lr=lr,
@@ -105,5 +107,6 @@ class SGDTracer(Tracer):
             nesterov=nesterov,
             maximize=maximize,
             foreach=foreach,
+            fused=fused,
         )
         super().__init__(base, rho=rho, beta=beta, delta=delta, **options)
