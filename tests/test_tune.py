@@ -103,7 +103,7 @@ def test_says_when_the_best_lies_on_the_edge(tmp_path, capsys):
 def test_a_trial_that_diverges_has_lost(tmp_path):
     engine = Landscape(lambda config: None if config.rho > 0.005 else 0.2)
     assert tune.tune(BASE, searched(BASE), 8, 1, tmp_path / "some", engine, QUIET).rho <= 0.005
-    assert 0 < len([c for c in engine.made if c.rho > 0.005]) < len(engine.made) == 8
+    assert 0 < len([c for c in engine.made if c.rho > 0.005]) < len(engine.made) <= 8
     with pytest.raises(LabError, match="every one of 4 trials diverged"):
         tune.tune(BASE, searched(BASE), 4, 1, tmp_path / "all", Landscape(lambda config: None), QUIET)
 
@@ -163,10 +163,22 @@ def test_without_optuna(monkeypatch, tmp_path):
         tune.tune(BASE, searched(BASE), 1, 1, tmp_path, Landscape(peak), QUIET)
 
 
-def test_the_sampler_is_optuna_s(tmp_path):
-    """The first values asked for are those of its TPE sampler with the configuration's seed."""
+def test_the_first_half_is_spread_evenly_and_the_rest_is_optuna_s(tmp_path):
     engine = Landscape(peak)
-    tune.tune(replace(BASE, seed=5), searched(BASE), 2, 1, tmp_path, engine, QUIET)
-    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=5))
-    ratios = [float(f"{study.ask().suggest_float('rho/delta', 0.03, 3.0, log=True):.3g}") for _ in range(2)]
-    assert [c.rho for c in engine.made] == [float(f"{r * 0.01:.3g}") for r in ratios]
+    tune.tune(replace(BASE, seed=5), searched(BASE), 8, 1, tmp_path, engine, QUIET)
+    made = [c.rho / 0.01 for c in engine.made]
+    evenly = [0.03 * 100**place for place in (0.125, 0.375, 0.625, 0.875)]
+    assert sorted(made[:4]) == pytest.approx(evenly, rel=0.01)
+    sampler = optuna.samplers.TPESampler(seed=5, n_startup_trials=4)
+    study = optuna.create_study(direction="maximize", sampler=sampler)
+    ranges = {"rho/delta": optuna.distributions.FloatDistribution(0.03, 3.0, log=True)}
+    for ratio in made[:4]:
+        value = peak(Config(rho=ratio * 0.01))
+        study.add_trial(optuna.create_trial(params={"rho/delta": ratio}, distributions=ranges, value=value))
+    asked = study.ask().suggest_float("rho/delta", 0.03, 3.0, log=True)
+    assert made[4] == pytest.approx(asked, rel=0.05)
+
+
+def test_says_when_the_best_is_the_last_tried_on_one_side(tmp_path, capsys):
+    tune.tune(BASE, searched(BASE, "rho=0.0001:1"), 4, 1, tmp_path, Landscape(lambda c: c.rho), Console(width=200))
+    assert "is the highest of those tried: more trials may find a better one" in capsys.readouterr().out

@@ -115,7 +115,7 @@ def tune(
     optuna = _optuna()
     base = config if config.holdout else replace(config, holdout=HOLDOUT)
     check(base)
-    search = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=config.seed))
+    search = _search(optuna, searched, trials, config.seed)
     made: list[Trial] = []
     with files.locked(folder, "search"):
         while len(made) < trials:
@@ -136,6 +136,19 @@ def tune(
     for line in _told(best, made, searched, folder):
         console.print(line, highlight=False, soft_wrap=True)
     return chosen
+
+
+def _search(optuna: Any, searched: list[Range], trials: int, seed: int) -> Any:
+    """The first half of the trials is spread evenly over the ranges: as many drawn at random leave gaps."""
+    from scipy.stats.qmc import LatinHypercube
+
+    spread = -(-trials // 2)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=spread)
+    search = optuna.create_study(direction="maximize", sampler=sampler)
+    for places in LatinHypercube(len(searched), scramble=False, rng=seed).random(spread):
+        pairs = zip(searched, places.tolist(), strict=True)
+        search.enqueue_trial({item.name: item.low * (item.high / item.low) ** place for item, place in pairs})
+    return search
 
 
 def _suggested(trial: Any, item: Range) -> float:
@@ -161,11 +174,15 @@ def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path) -
         f"best of {len(made)}: {best.score:.2%} of the held-out labels (as wrong as the rest), {_shown(best.values)}"
     ]
     for item in searched:
-        if side := item.edge(best.values[item.name]):
+        value, tried = best.values[item.name], [trial.values[item.name] for trial in made]
+        if side := item.edge(value):
             lines.append(
-                f"{item.name} = {best.values[item.name]:g} lies at the {side} edge of its range "
-                f"({item.low:g} to {item.high:g}): search beyond it, --search {item.name}=LOW:HIGH"
+                f"{item.name} = {value:g} lies at the {side} edge of its range ({item.low:g} to {item.high:g}): "
+                f"search beyond it, --search {item.name}=LOW:HIGH"
             )
+        elif len(made) > 2 and value in (min(tried), max(tried)):
+            end = "lowest" if value == min(tried) else "highest"
+            lines.append(f"{item.name} = {value:g} is the {end} of those tried: more trials may find a better one")
     return [*lines, f"train with it: gtracer train --config {folder / BEST}"]
 
 
