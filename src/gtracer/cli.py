@@ -123,12 +123,12 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         flag,
         dest="where",
-        choices=["local", "ray"],
+        choices=["local", "side-by-side", "ray"],
         default="local",
-        help="this machine, or a Ray cluster (default: local)",
+        help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
     )
     group.add_argument(
-        "--workers", type=_at_least_one, metavar="N", help="local: runs at a time (default: GPUs, or cores)"
+        "--workers", type=_at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
     )
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
@@ -262,10 +262,12 @@ def _tune(chosen: argparse.Namespace) -> None:
 
 
 def _engine(chosen: argparse.Namespace) -> Any:
-    from gtracer.lab import cluster, workers
+    from gtracer.lab import abreast, cluster, workers
 
     if chosen.where == "local":
         return workers.Local(chosen.workers, chosen.retries)
+    if chosen.where == "side-by-side":
+        return abreast.Abreast(chosen.workers or abreast.WIDTH)
     return cluster.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
 
 

@@ -154,13 +154,13 @@ def _tensor_batches(split: Split, device: torch.device) -> Batch:
     return lambda rows: x[rows]
 
 
-def cropped_and_flipped(x: Tensor, padding: int = 4) -> Tensor:
+def cropped_and_flipped(x: Tensor, generator: torch.Generator | None = None, padding: int = 4) -> Tensor:
     """Each image shifted by up to `padding` pixels and, half of them, mirrored."""
     n, _, height, width = x.shape
     padded = functional.pad(x, (padding,) * 4)
-    down, right = torch.randint(0, 2 * padding + 1, (2, n, 1), device=x.device)
+    down, right = torch.randint(0, 2 * padding + 1, (2, n, 1), generator=generator, device=x.device)
     columns = right + torch.arange(width, device=x.device)
-    mirrored = torch.rand(n, 1, device=x.device) < 0.5
+    mirrored = torch.rand(n, 1, generator=generator, device=x.device) < 0.5
     columns = torch.where(mirrored, columns.flip(1), columns)
     rows = down + torch.arange(height, device=x.device)
     image = torch.arange(n, device=x.device)[:, None, None]

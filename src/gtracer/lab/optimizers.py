@@ -48,7 +48,7 @@ def names() -> list[str]:
 
 def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer:
     """The configuration's optimiser on the model's parameters; with arguments of torch's own, if need be."""
-    base, scheme = _parsed(config.optimizer)
+    base, scheme = parsed(config.optimizer)
     params = [p for p in model.parameters() if p.requires_grad]
     try:
         if scheme == "tracer" and base in OWN:
@@ -70,11 +70,11 @@ def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer
 
 def check(config: Config) -> None:
     """Refuse an optimiser or estimator that nobody knows."""
-    _parsed(config.optimizer)
+    parsed(config.optimizer)
     _estimators(config)
 
 
-def _parsed(name: str) -> tuple[str, str]:
+def parsed(name: str) -> tuple[str, str]:
     """torch's optimiser, and the scheme around it."""
     base, _, scheme = ALIASES.get(name, name).partition("-")
     if base not in BASES or scheme not in ("", *SCHEMES):

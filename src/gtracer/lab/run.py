@@ -69,6 +69,7 @@ class Run:
         self.rho_schedule = None
         if config.rho_warmup and isinstance(self.optimizer, TwoPassOptimizer):
             self.rho_schedule = RhoScheduler(self.optimizer, linear_warmup(max(1, round(config.rho_warmup * total))))
+        self.generator: torch.Generator | None = None  # of the augmentation, where it is not everybody's
         self.epoch, self.step = 0, 0  # of the step to come
         self.seconds = 0.0  # spent on this epoch before an interrupt
         self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
@@ -90,9 +91,7 @@ class Run:
 
     def _make_step(self, rows: Tensor) -> float:
         mine, counted = self.ranks.share(rows)
-        inputs, labels = self.train_batch(mine), self.labels[mine.to(self.device)]
-        if self.config.augment:
-            inputs = models.cropped_and_flipped(inputs)
+        inputs, labels = self.batch(mine)
         if counted < len(mine):  # for company only: torch leaves this label out of a loss
             labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
         try:
@@ -109,6 +108,11 @@ class Run:
             self.sums["trace_ratio"] += self.optimizer.stats.trace_ratio
             self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
         return loss
+
+    def batch(self, rows: Tensor) -> tuple[Any, Tensor]:
+        """These training examples, and their labels."""
+        inputs, labels = self.train_batch(rows), self.labels[rows.to(self.device)]
+        return (models.cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs), labels
 
     def require_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -192,6 +196,8 @@ class Run:
         random = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self.device)
+        if self.generator is not None:
+            random["own"] = self.generator.get_state()
         everyone = self.ranks.all(random)
         if not self.ranks.is_first:
             return
@@ -218,6 +224,8 @@ class Run:
             torch.set_rng_state(random["cpu"].cpu())
             if self.device.type == "cuda":
                 torch.cuda.set_rng_state(random["cuda"].cpu(), self.device)
+            if self.generator is not None:
+                self.generator.set_state(random["own"].cpu())
             results: dict[str, Any] = state["results"]
             return results
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:

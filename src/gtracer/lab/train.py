@@ -36,7 +36,7 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         Interrupted: On Ctrl-C, after saving.
     """
     with joined(device_of(config.device)) as ranks:
-        record = ranks.from_first(lambda: _record_in(folder, config, resume))
+        record = ranks.from_first(lambda: record_in(folder, config, resume))
         if record is not None and record.finished:
             return record
         run = Run(config, ranks)
@@ -84,7 +84,7 @@ def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], 
         watcher.epoch(run, row)
 
 
-def _record_in(folder: Path, config: Config, resume: bool) -> Record | None:
+def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
     """What the folder holds of this run; refused where it holds another."""
     if not (folder / NAME).exists():
         if resume:

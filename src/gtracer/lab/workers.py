@@ -218,11 +218,16 @@ def failure_of(config: Config, folder: Path, watchers: list[Any]) -> str | None:
 
     try:
         train(config, folder, watchers, resume=(folder / NAME).exists())
-    except LabError as error:
-        return str(error)
     except Exception as error:  # a run that fails must not take the others with it
-        return f"{type(error).__name__}: {error}; gtracer train --resume {folder} shows where".replace("\n", " ")
+        return told(error, folder)
     return None
+
+
+def told(error: Exception, folder: Path) -> str:
+    """Why a run failed, in one line."""
+    if isinstance(error, LabError):
+        return str(error)
+    return f"{type(error).__name__}: {error}; gtracer train --resume {folder} shows where".replace("\n", " ")
 
 
 def _gpus() -> int:

@@ -1,0 +1,263 @@
+"""Runs side by side in one process, for a GPU that a small run leaves idle: their steps are CUDA graphs on streams."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtracer.lab import environment, files, optimizers
+from gtracer.lab.config import Config
+from gtracer.lab.errors import DivergedError, LabError
+from gtracer.lab.record import NAME, Record
+from gtracer.lab.run import CHECKPOINT, Run, device_of
+from gtracer.lab.train import record_in
+from gtracer.lab.workers import Cell, Event, told
+from gtracer.optim.two_pass import TwoPassOptimizer
+
+WIDTH = 8
+TURN = 8  # steps that a run hands to the device before the next one's turn
+SAVE_SECONDS = 30.0  # a checkpoint takes as long as some steps
+
+
+class Abreast:
+    """Trains runs side by side on one device, in turns, each as it would be trained alone.
+
+    Args:
+        width: How many at a time.
+    """
+
+    def __init__(self, width: int = WIDTH) -> None:
+        self.width = width
+
+    def __call__(self, cells: list[Cell]) -> Iterator[Event]:
+        """Train all of them. Whoever closes the generator stops them, and they save."""
+        torch.backends.cudnn.benchmark = True
+        waiting, lives = deque(cells), list[Generator[Event | None]]()
+        try:
+            while waiting or lives:
+                while waiting and len(lives) < self.width:
+                    lives.append(_life(*waiting.popleft(), self.width))
+                for life in list(lives):
+                    event = next(life)
+                    if event is not None:
+                        if event.ended:
+                            lives.remove(life)
+                        yield event
+        finally:
+            for life in lives:
+                life.close()
+
+
+def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
+    """One run from beginning to end, a few steps at a time; whatever befalls it befalls it alone."""
+    failure = None
+    try:
+        yield from _trained(config, folder, width)
+    except Exception as error:
+        failure = told(error, folder)
+    yield Event(config, ended=True, failure=failure)
+
+
+def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None]:
+    resume = (folder / NAME).exists()
+    record = record_in(folder, config, resume)
+    if record is not None and record.finished:
+        return
+    with files.locked(folder, "run"):
+        replayed = Replayed(config)
+        run = replayed.run
+        record = record or Record(config, environment.describe(run.device, abreast=width))
+        if resume and (folder / CHECKPOINT).exists():
+            record.take(replayed.load(folder))
+        record.write(folder)
+        try:
+            yield from _epochs(replayed, record, folder)
+        except DivergedError as error:
+            record.failure = str(error)
+            record.write(folder)
+            raise
+        except GeneratorExit:
+            replayed.save(folder, record.results())
+            raise
+        record.write(folder)
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+def _epochs(replayed: Replayed, record: Record, folder: Path) -> Generator[Event | None]:
+    run, saved = replayed.run, time.monotonic()
+    while run.epoch < run.config.epochs:
+        start = time.perf_counter()
+        try:
+            yield from replayed.rest_of_epoch()
+            row = yield from replayed.finished_epoch()
+        finally:
+            run.seconds += time.perf_counter() - start
+        record.add(row, run.seconds)
+        record.peak_memory = max(record.peak_memory, environment.peak_memory(run.device))
+        run.seconds = 0.0
+        if time.monotonic() - saved > SAVE_SECONDS:
+            replayed.save(folder, record.results())
+            record.write(folder)
+            saved = time.monotonic()
+        yield Event(run.config, run.epoch)
+
+
+class Replayed:
+    """A run whose steps, from the batch to the update, are replayed on the device without the CPU.
+
+    What is done for the first time is done as it is, so that all state exists and all kernels are chosen; the second
+    time it is recorded. On a CPU it is done as it is every time: the same arithmetic, with nothing gained.
+    """
+
+    def __init__(self, config: Config) -> None:
+        _refuse_what_cannot_be_replayed(config)
+        device = device_of(config.device)
+        self.rate = torch.tensor(config.lr, device=device)
+        self.run = Run(config, lr=self.rate, fused=True)
+        # Its own random numbers: those of the device are everybody's.
+        self.run.generator = torch.Generator(device).manual_seed(config.seed)
+        if isinstance(self.run.optimizer, TwoPassOptimizer):
+            self.run.optimizer.nonfinite = "ignore"  # at the end of the epoch is early enough
+        self.lane = Lane(device, self.run.generator)
+        size, n = config.batch_size, len(self.run.labels)
+        self.sizes = [size] * (n // size) + [n % size] * (n % size > 0)
+        total = len(self.sizes) * config.epochs
+        (factor,) = self.run.schedule.lr_lambdas
+        self.table = torch.tensor([config.lr * factor(step) for step in range(total + 1)], device=device)
+        self.order, self.counting = (torch.arange(n, device=device) for _ in range(2))
+        self.place, self.count = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+        self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def rest_of_epoch(self) -> Generator[None]:
+        """Hand the steps that are left of this epoch to the device, with a pause for others now and then."""
+        run = self.run
+        with self.lane.active():
+            self.order.copy_(run.order(), non_blocking=True)
+            self.place.fill_(run.step * run.config.batch_size)
+            self.count.fill_(run.epoch * len(self.sizes) + run.step)
+            self.sums.copy_(torch.tensor(list(run.sums.values()), dtype=torch.float64))
+        for size in self.sizes[run.step :]:
+            self.lane.do(size, lambda size=size: self._step(size))  # type: ignore[misc]
+            run.step += 1
+            if run.step % TURN == 0:
+                yield
+
+    def _step(self, size: int) -> Tensor:
+        run = self.run
+        run.model.train()
+        rows = self.order.index_select(0, self.place + self.counting[:size])
+        inputs, labels = run.batch(rows)
+        self.rate.copy_(self.table.index_select(0, self.count).reshape(()))
+        loss = run.update(inputs, labels, size)
+        stats = run.optimizer.stats if isinstance(run.optimizer, TwoPassOptimizer) else None
+        told = torch.stack([loss, loss * 0, loss * 0]) if stats is None else stats.on_device()
+        self.sums.add_(told)
+        self.place.add_(size)
+        self.count.add_(1)
+        return loss
+
+    def finished_epoch(self) -> Generator[None, None, dict[str, float]]:
+        """Evaluate, with pauses until the device is done; the epoch's row of the record."""
+        run = self.run
+        measured = self.lane.do("measured", run.measured)
+        with self.lane.active():
+            numbers = torch.cat([self.sums, *(value.reshape(1) for value in measured.values())])
+        values = yield from self.lane.read(numbers)
+        self._account(values[:3])
+        run.require_finite(run.sums["train_loss"])
+        return run.row(dict(zip(measured, values[3:], strict=True)))
+
+    def _account(self, sums: list[float]) -> None:
+        """What the run itself would have counted in so many steps."""
+        run = self.run
+        run.sums = dict(zip(run.sums, sums, strict=True))
+        done = run.epoch * len(self.sizes) + run.step
+        self.rate.copy_(self.table[done])
+        run.schedule.load_state_dict(run.schedule.state_dict() | {"last_epoch": done, "_step_count": done + 1})
+
+    def save(self, folder: Path, results: dict[str, Any]) -> None:
+        """Write the checkpoint, with the results so far."""
+        self.lane.wait()
+        if self.run.step:
+            self._account(self.sums.tolist())
+        self.run.save(folder, results)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on where `save` left off; gives the results it was handed."""
+        results = self.run.load(folder)
+        for group in self.run.optimizer.param_groups:  # a checkpoint brings a tensor of its own
+            self.rate.copy_(torch.as_tensor(group["lr"]))
+            group["lr"] = self.rate
+        return results
+
+
+class Lane:
+    """A stream of the device, and what was recorded on it."""
+
+    def __init__(self, device: torch.device, generator: torch.Generator) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._generator = generator
+        self._done: dict[Any, Any] = {}
+        self._graphs: dict[Any, Any] = {}
+        if self._on_gpu:
+            self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def active(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream) if self._on_gpu else nullcontext()
+
+    def do(self, name: Any, action: Callable[[], Any]) -> Any:
+        """Do it; the first time as it is, from the second on as a recorded graph. Gives what it gives."""
+        with self.active():
+            if not self._on_gpu or name not in self._done:
+                self._done[name] = action()
+            else:
+                if name not in self._graphs:
+                    self._graphs[name], self._done[name] = self._recorded(action)
+                self._graphs[name].replay()
+        return self._done[name]
+
+    def _recorded(self, action: Callable[[], Any]) -> tuple[Any, Any]:
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(self._generator)
+        # Other runs may allocate while this one is recorded: only this thread's mistakes count.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            made = action()
+        return graph, made
+
+    def read(self, numbers: Tensor) -> Generator[None, None, list[float]]:
+        """Their values, with pauses until they are there."""
+        if not self._on_gpu:
+            return numbers.tolist()
+        with self.active():
+            copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            copy.copy_(numbers, non_blocking=True)
+            there: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record(self._stream)
+        while not there.query():
+            yield
+        return copy.tolist()
+
+    def wait(self) -> None:
+        if self._on_gpu:
+            self._stream.synchronize()
+
+
+def _refuse_what_cannot_be_replayed(config: Config) -> None:
+    base, _ = optimizers.parsed(config.optimizer)
+    reasons = {
+        f"optimizer {config.optimizer!r} counts its steps on the CPU": base != "sgd",
+        f"interval = {config.interval} counts steps on the CPU": config.interval != 1,
+        "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
+        "a text's length differs from batch to batch": config.task in ("boolq", "wic", "rte"),
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise LabError(f"cannot be trained side by side with others: {'; '.join(found)}; use --engine local")

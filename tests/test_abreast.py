@@ -1,0 +1,141 @@
+"""Runs side by side in one process: each as if it were alone. On a GPU: tests/test_gpu.py."""
+
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from test_lab_tasks import cifar_pickle
+from test_sweep import stamps, study
+
+from gtracer import cli
+from gtracer.lab.abreast import Abreast
+from gtracer.lab.config import Config
+from gtracer.lab.record import Record
+from gtracer.lab.run import CHECKPOINT
+from gtracer.lab.sweep import Shelf, sweep
+from gtracer.lab.train import train
+
+QUIET = Console(quiet=True)
+# 1347 examples: five batches of 256 and one of 67.
+SMALL = Config(label_noise=0.5, epochs=3, width=16, batch_size=256, holdout=0.0, device="cpu", delta=0.01)
+RUNS = [
+    replace(SMALL, optimizer="sgd", seed=1),
+    replace(SMALL, optimizer="sam", rho=0.5, warmup=0.3),
+    replace(SMALL, optimizer="sgd-tracer", rho=0.003, weight_decay=5e-4, seed=2),
+    replace(SMALL, optimizer="sgd-tracer", rho=0.003, engine="exact", model="mlp-ln", holdout=0.2),
+]
+
+
+def trained(configs, folder, width):
+    """Their records, and how each ended."""
+    cells = [(config, folder / str(index)) for index, config in enumerate(configs)]
+    ends = {event.config: event.failure for event in Abreast(width)(cells) if event.ended}
+    return [Record.read(path) for _, path in cells], [ends[config] for config in configs]
+
+
+def test_as_if_alone(tmp_path):
+    together, ends = trained(RUNS, tmp_path / "together", 4)
+    alone, _ = trained(RUNS, tmp_path / "alone", 1)
+    assert ends == [None] * 4
+    assert [r.curves for r in together] == [r.curves for r in alone]
+    assert all(r.finished for r in together)
+    assert together[0].environment["hardware"]["runs_side_by_side"] == 4
+    assert "runs_side_by_side" not in alone[0].environment["hardware"]
+
+
+def test_the_numbers_of_a_plain_run(tmp_path):
+    """Of `gtracer train`, up to the rounding of the learning rate and of torch's fused update."""
+    together, _ = trained(RUNS, tmp_path / "together", 4)
+    for index, config in enumerate(RUNS):
+        plain = train(config, tmp_path / f"plain-{index}", [])
+        assert plain.curves.keys() == together[index].curves.keys()
+        for name, values in plain.curves.items():
+            assert together[index].curves[name] == pytest.approx(values, rel=1e-3, abs=2e-3, nan_ok=True), name
+
+
+def test_random_numbers_are_its_own(tmp_path):
+    """Augmentation draws in every step; neighbours that draw as well change nothing."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 200, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    base = Config(task="cifar100", data=str(tmp_path), model="mlp", width=16, epochs=2, rho=1e-4, delta=0.01)
+    configs = [replace(base, batch_size=64, augment=True, device="cpu", seed=seed) for seed in range(3)]
+    together, ends = trained(configs, tmp_path / "together", 3)
+    alone, _ = trained(configs, tmp_path / "alone", 1)
+    assert ends == [None] * 3
+    assert [r.curves for r in together] == [r.curves for r in alone]
+    plain, _ = trained([replace(configs[0], augment=False)], tmp_path / "plain", 1)
+    assert plain[0].curves != alone[0].curves
+
+
+def test_one_that_diverges_or_fails_does_not_disturb_its_neighbours(tmp_path):
+    wild, missing = replace(RUNS[0], lr=1e30), replace(RUNS[0], task="cifar100", data=str(tmp_path / "nowhere"))
+    cells = [(c, tmp_path / str(i)) for i, c in enumerate([RUNS[0], wild, missing, RUNS[2]])]
+    ends = {event.config: event.failure for event in Abreast(4)(cells) if event.ended}
+    alone, _ = trained(RUNS, tmp_path / "alone", 1)
+    assert ends[RUNS[0]] is ends[RUNS[2]] is None
+    assert "not finite" in ends[wild]
+    assert "nowhere" in ends[missing]
+    assert Record.read(tmp_path / "1").failure == ends[wild]
+    assert Record.read(tmp_path / "0").curves == alone[0].curves
+    assert Record.read(tmp_path / "3").curves == alone[2].curves
+
+
+@pytest.mark.parametrize("turns", [3, 9, 14])
+def test_cut_and_resumed(tmp_path, turns, monkeypatch):
+    """In mid-epoch too: closed after so many turns, the runs save; started again, they end on the same numbers."""
+    monkeypatch.setattr("gtracer.lab.abreast.TURN", 2)
+    configs = [replace(c, epochs=6) for c in RUNS]
+    straight, _ = trained(configs, tmp_path / "straight", 4)
+    cells = [(c, tmp_path / "cut" / str(i)) for i, c in enumerate(configs)]
+    events = Abreast(4)(cells)
+    for _ in range(turns):
+        assert not next(events).ended
+    events.close()
+    assert all((folder / CHECKPOINT).exists() for _, folder in cells)
+    assert not any(Record.read(folder).finished for _, folder in cells)
+    resumed, ends = trained(configs, tmp_path / "cut", 2)
+    assert ends == [None] * 4
+    assert [r.curves for r in resumed] == [r.curves for r in straight]
+    assert not any((folder / CHECKPOINT).exists() for _, folder in cells)
+
+
+def test_a_plain_run_goes_on_from_its_checkpoint(tmp_path):
+    """And it from a plain run's: the checkpoint is the same thing."""
+    config = replace(RUNS[2], epochs=6)
+    events = Abreast(1)([(config, tmp_path / "run")])
+    next(events)
+    events.close()
+    went_on = train(config, tmp_path / "run", [], resume=True)
+    straight = train(config, tmp_path / "straight", [])
+    assert went_on.curves["train_loss"] == pytest.approx(straight.curves["train_loss"], rel=1e-3)
+
+
+def test_as_the_engine_of_a_sweep(tmp_path):
+    sweep(study(), tmp_path, Abreast(3), QUIET)
+    before = stamps(tmp_path)
+    assert len(before) == 4
+    assert all(record.finished for record in Shelf.of(tmp_path).all())
+    sweep(study(), tmp_path, Abreast(3), QUIET)
+    assert stamps(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer": "adam-tracer"}, "optimizer 'adam-tracer' counts its steps on the CPU"),
+        ({"interval": 2}, "interval = 2 counts steps on the CPU"),
+        ({"rho_warmup": 0.1}, "rho_warmup changes ρ on the CPU"),
+        ({"task": "rte"}, "a text's length differs from batch to batch"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(change, message, tmp_path):
+    (event,) = Abreast(1)([(replace(RUNS[2], **change), tmp_path)])
+    assert message in event.failure
+    assert "use --engine local" in event.failure
+
+
+def test_from_the_command_line(tmp_path, capsys):
+    study(seeds=1).write(tmp_path)
+    words = ["sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out"), "--engine", "side-by-side"]
+    assert cli.main([*words, "--workers", "2"]) == 0
+    assert "TRACER" in capsys.readouterr().out
