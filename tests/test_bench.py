@@ -6,10 +6,11 @@ import statistics
 import pytest
 import torch
 from problems import relative_error
+from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab import bench
+from gtracer.lab import bench, pace
 from gtracer.lab.errors import LabError
 
 CPU = torch.device("cpu")
@@ -31,6 +32,23 @@ def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, 
         ratios = [f"{time / seconds[base]:.2f}" for base in (bench.BASE, bench.EXACT)]
         assert cells == [name, f"{time * 1e3:.1f}", f"{time * 1e3:.1f} – {time * 1e3:.1f}", *ratios, "3"]
     assert result["versions"]["torch"] == torch.__version__
+
+
+def test_runs_side_by_side(tmp_path, capsys, monkeypatch):
+    """What is printed is what was measured: seconds of 50,000 examples, for each run."""
+    monkeypatch.setenv("COLUMNS", "120")
+    made = pace.side_by_side(
+        model="mlp", batch_size=8, rounds=3, device="cpu", precision="bf16", out=tmp_path / "b.json", console=Console(),
+        steps=3, widths=(1, 2),
+    )  # fmt: skip
+    assert json.loads((tmp_path / "b.json").read_text()) == made
+    printed = capsys.readouterr().out
+    for method, times in made["seconds_per_epoch_and_run"].items():
+        assert [len(times[width]) for width in ("1", "2")] == [3, 3]
+        alone, two = (statistics.median(times[width]) for width in ("1", "2"))
+        assert f"│ {method} " in printed
+        assert f"{alone:.3f} (1.00×)" in printed
+        assert f"{two:.3f} ({alone / two:.2f}×)" in printed
 
 
 def test_an_unknown_model_is_refused(capsys):

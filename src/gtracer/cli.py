@@ -150,15 +150,19 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="what a step costs, measured side by side",
-        description="Time and memory of a training step with every estimator of the curvature, as ratios to the "
-        "gradient magnitude's, measured in turn in one run. On a GPU also with the step captured as a CUDA graph.",
+        description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
+        "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step captured as a CUDA graph. "
+        "side-by-side: seconds of an epoch when several runs share the device.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    bench.add_argument("what", choices=["estimators"], help="what to compare")
+    bench.add_argument("what", choices=["estimators", "side-by-side"], help="what to compare")
     bench.add_argument("--model", default="resnet20-gn", metavar="NAME", help="resnet20, resnet20-gn or transformer")
     bench.add_argument("--batch-size", type=_at_least_one, default=128, metavar="N", help="examples a step")
-    bench.add_argument("--micro-batch", type=_at_least_one, default=32, metavar="N", help="examples of a micro-batch")
+    bench.add_argument(
+        "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
+    )
+    bench.add_argument("--precision", default="fp32", metavar="NAME", help="side-by-side: fp32 or bf16")
     bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -274,10 +278,13 @@ def _engine(chosen: argparse.Namespace) -> Any:
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab import bench
+    from gtracer.lab import bench, pace
 
-    names = ("model", "batch_size", "micro_batch", "rounds", "device", "out")
-    bench.estimators(**{name: getattr(chosen, name) for name in names}, console=Console())
+    common = {name: getattr(chosen, name) for name in ("model", "batch_size", "rounds", "device", "out")}
+    if chosen.what == "estimators":
+        bench.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
+    else:
+        pace.side_by_side(**common, precision=chosen.precision, console=Console())
 
 
 def _report(chosen: argparse.Namespace) -> None:

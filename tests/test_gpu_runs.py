@@ -1,0 +1,76 @@
+"""On a CUDA device: runs side by side, as graphs on streams.
+
+Run with `pytest -m gpu`.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_lab_tasks import cifar_pickle
+
+from gtracer.lab.abreast import Abreast, Replayed
+from gtracer.lab.config import Config
+from gtracer.lab.record import Record
+from gtracer.lab.train import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_runs_side_by_side(tmp_path, precision):
+    """As graphs on streams: the numbers of each alone, and of the plain run, to what atomics and rounding leave."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 330, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    base = Config(task="cifar100", data=str(tmp_path), model="resnet20", label_noise=0.5, epochs=4, lr=0.01)
+    base = replace(base, batch_size=128, device="cuda", precision=precision, delta=0.01)
+    configs = [
+        replace(base, optimizer="sgd"),
+        replace(base, optimizer="sam", rho=0.1, seed=1, weight_decay=5e-4),
+        replace(base, optimizer="sgd-tracer", rho=0.001, seed=2),
+    ]
+    curves = {}
+    for width in (3, 1):
+        cells = [(config, tmp_path / str(width) / config.folder) for config in configs]
+        ends = {event.config: event.failure for event in Abreast(width)(cells) if event.ended}
+        assert ends == dict.fromkeys(configs)
+        curves[width] = [Record.read(folder).curves["train_loss"] for _, folder in cells]
+    plain = [train(config, tmp_path / "plain" / config.folder, []).curves["train_loss"] for config in configs]
+    tolerance = {"fp32": 2e-3, "bf16": 3e-2}[precision]
+    for ours, alone, theirs in zip(curves[3], curves[1], plain, strict=True):
+        assert ours == pytest.approx(alone, rel=tolerance)
+        assert ours == pytest.approx(theirs, rel=tolerance)
+
+
+def test_augmentation_draws_anew_in_every_replay(tmp_path):
+    """And the same in a run that is started again, whoever runs beside it."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 256, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    base = Config(task="cifar100", data=str(tmp_path), model="mlp", width=32, epochs=5, lr=0.01, batch_size=64)
+    config = replace(base, optimizer="sgd", augment=True, device="cuda")
+    replayed = Replayed(config)
+    drawn = []
+    original = replayed.run.batch
+
+    def batch(rows):
+        inputs, labels = original(rows)
+        drawn.append(inputs)  # the graph's own memory: what a replay leaves there
+        return inputs, labels
+
+    replayed.run.batch = batch
+    sums = []
+    for _ in range(3):
+        for _ in replayed.rest_of_epoch():
+            pass
+        torch.cuda.synchronize()
+        sums.append(drawn[-1].double().sum().item())
+        replayed.run.step = 0
+    assert len(set(sums)) == 3
+    cells = [(config, tmp_path / "a"), (replace(config, seed=1), tmp_path / "b")]
+    assert [event.failure for event in Abreast(2)(cells) if event.ended] == [None, None]
+    assert [event.failure for event in Abreast(1)([(config, tmp_path / "c")]) if event.ended] == [None]
+    together, alone = (Record.read(tmp_path / name).curves["train_loss"] for name in "ac")
+    assert together == pytest.approx(alone, rel=1e-4)
