@@ -133,6 +133,20 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path):
     assert resumed.curves == train(config, tmp_path / "straight", []).curves
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_compiled_is_the_same_run(tmp_path):
+    """To rounding; and its record counts for the plain run, which it is."""
+    cifar_pickle(tmp_path / "cifar-100-python/train", 150, "fine_labels", 100)
+    cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
+    config = Config(task="cifar100", data=str(tmp_path), model="resnet20", epochs=2, rho=1e-4, delta=0.01, lr=0.01)
+    plain = train(config, tmp_path / "plain", [])
+    compiled = train(replace(config, compiled=True), tmp_path / "compiled", [])
+    for name in ("train_loss", "trace_ratio", "test_loss"):
+        assert compiled.curves[name] == pytest.approx(plain.curves[name], rel=1e-3), name
+    assert compiled.config.cell == plain.config.cell
+
+
 def test_a_stray_checkpoint_is_not_taken_up(tmp_path):
     """Its record is gone, so nobody knows whose it is: a new run starts from the beginning."""
     straight = train(SMALL, tmp_path / "straight", [])

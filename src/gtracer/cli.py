@@ -151,7 +151,7 @@ def _add_bench(commands: Any) -> None:
         "bench",
         help="what a step costs, measured side by side",
         description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
-        "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step captured as a CUDA graph. "
+        "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "side-by-side: seconds of an epoch when several runs share the device.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

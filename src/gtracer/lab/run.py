@@ -50,6 +50,9 @@ class Run:
         self.model = built.model.to(self.device)
         self.optimizer = optimizers.build(config, self.model, **own)
         self.trained = self.ranks.wrapped(self.model)
+        if config.compiled:
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.trained = torch.compile(self.trained, dynamic=False)  # type: ignore[assignment]
         if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
             torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
         self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
