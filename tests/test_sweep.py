@@ -260,6 +260,13 @@ class TestBadInput:
             line = self.line(capsys, tmp_path, STUDY)
         assert f"another sweep is at work in {tmp_path / 'out'}" in line
 
+    def test_a_run_that_ends_without_a_record(self, tmp_path):
+        def forgetful(cells):
+            yield from (Event(config, ended=True) for config, _ in cells)
+
+        with pytest.raises(LabError, match=r"cannot read .*record\.json"):
+            run_missing(study().cells(), tmp_path, forgetful, QUIET)
+
     def test_two_runs_in_one_folder(self, tmp_path):
         with files.locked(tmp_path, "run"), pytest.raises(LabError, match="another run is at work"):
             train(study().cells()[0], tmp_path, [])

@@ -52,7 +52,12 @@ def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: 
     there = Shelf.of(folder)
     if failures:
         raise LabError(_in_one_line(failures, len(wanted)))
-    return {cell: there.records[cell][0] for cell in wanted}
+    return {cell: _record(there, config) for cell, config in wanted.items()}
+
+
+def _record(there: Shelf, config: Config) -> Record:
+    """The run's record; where it is not on the shelf, the error says why."""
+    return there.records[config.cell][0] if config.cell in there.records else Record.read(there.place(config))
 
 
 @dataclass(frozen=True)
