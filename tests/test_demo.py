@@ -55,7 +55,19 @@ def test_module_is_the_command():
     assert done.stdout.strip() == f"gtracer {__version__}"
 
 
-@pytest.mark.parametrize("words", [["demo", "--seeds", "0"], ["demo", "--epochs", "x"], ["trian"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--seeds", "0"],
+        ["demo", "--epochs", "x"],
+        ["trian"],
+        ["sweep", "demo", "--retries", "-1"],
+        ["sweep", "demo", "--workers", "0"],
+        ["sweep", "demo", "--gpus", "-0.5"],
+        ["sweep", "demo", "--cpus", "some"],
+        ["tune", "--trials", "0"],
+    ],
+)
 def test_bad_words(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)

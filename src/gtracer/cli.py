@@ -133,13 +133,17 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
     )
-    group.add_argument("--cpus", type=float, default=1, metavar="N", help="ray: cores of a run (default: 1)")
+    group.add_argument("--cpus", type=_at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
     group.add_argument(
-        "--gpus", type=float, default=0, metavar="N", help="ray: GPUs of a run, parts of one allowed (default: 0)"
+        "--gpus",
+        type=_at_least_zero,
+        default=0,
+        metavar="N",
+        help="ray: GPUs of a run, parts of one allowed (default: 0)",
     )
     group.add_argument(
         "--retries",
-        type=int,
+        type=_whole,
         default=RETRIES,
         metavar="N",
         help=f"how often a run is tried again when its process dies (default: {RETRIES})",
@@ -203,9 +207,23 @@ def _shown(value: Any) -> str:
 
 
 def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
     return int(text)
+
+
+def _at_least_zero(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return value
 
 
 def _demo(chosen: argparse.Namespace) -> None:
