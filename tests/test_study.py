@@ -67,6 +67,14 @@ def test_round_trip(tmp_path):
     assert Study.from_mapping(json.loads(json.dumps(small.to_mapping()))).points() == small.points()
 
 
+def test_what_is_written_does_not_say_where_the_data_lies(tmp_path):
+    mine = SMALL | {"base": SMALL["base"] | {"data": "/some/where"}}
+    Study.from_mapping(mine).changed(data="/else/where").write(tmp_path)
+    assert "where" not in (tmp_path / study.NAME).read_text()
+    cells = [config.cell for config in Study.read(tmp_path / study.NAME).cells()]
+    assert cells == [config.cell for config in Study.from_mapping(mine).cells()]
+
+
 def test_options_that_override_all_others():
     changed = Study.from_mapping(SMALL).changed(seeds=1, epochs=7, lr=0.3, rho=0.4, data=None)
     assert changed.seeds == (0,)

@@ -1,5 +1,6 @@
 """Sweeps: only what is missing, through the death of a worker and of the sweep itself."""
 
+import json
 import multiprocessing
 import os
 import resource
@@ -206,7 +207,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capsys):
 
 class TestBadInput:
     def line(self, capsys, tmp_path, mine: dict, *words: str) -> str:
-        Study.from_mapping(mine).write(tmp_path)
+        (tmp_path / "study.json").write_text(json.dumps(mine))
         assert cli.main(["sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out"), *words]) == 1
         error = capsys.readouterr().err
         assert error.startswith("gtracer: ")
@@ -232,6 +233,7 @@ class TestBadInput:
         mine["methods"]["CIFAR2"] = {"task": "cifar100", "data": str(tmp_path / "nowhere"), "lr": 0.5}
         line = self.line(capsys, tmp_path, mine)
         assert "2 of 4 runs failed, the others are kept: " in line
+        assert "nowhere" in line
         assert "(2 runs)" in line
         assert len([r for r in Shelf.of(tmp_path / "out").all() if r.finished]) == 2
 

@@ -138,8 +138,11 @@ class Study:
         return study
 
     def write(self, folder: Path) -> None:
-        """Beside the records, for the report."""
-        files.write(folder / NAME, (json.dumps(self.to_mapping(), indent=1, ensure_ascii=False) + "\n").encode())
+        """Beside the records, for the report; as theirs, it does not say where the data lies."""
+        content = self.to_mapping() | {"base": _without(self.base, {"data": None})}
+        for part in ("settings", "methods"):
+            content[part] = {label: _without(values, {"data": None}) for label, values in content[part].items()}
+        files.write(folder / NAME, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
     @classmethod
     def read(cls, path: Path) -> Study:
@@ -165,7 +168,7 @@ def load(name: str) -> Study:
 
 
 def _without(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A method's options without those that are overridden."""
+    """Options without those that are given otherwise."""
     left = {name: value for name, value in values.items() if name not in given}
     for part in ("vary", "in"):
         if part in left:
