@@ -59,12 +59,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="for the result")
     parser.add_argument("--tuning-seeds", type=int, default=len(TUNING_SEEDS), help="for the choice of ρ")
     parser.add_argument("--holdout", type=float, default=0.1, help="share of the data that ρ is chosen on")
-    parser.add_argument("--keep-holdout", action="store_true", help="leave that share out of the result's runs too")
+    parser.add_argument("--train-share", type=float, default=1.0, help="share of the training data that is used")
     parser.add_argument("--narrow", action="store_true", help="six values of ρ instead of eleven")
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--out", type=Path, default=Path("runs/estimators"))
     chosen = parser.parse_args()
-    base = {"task": chosen.task, "data": chosen.data, "batch_size": chosen.batch_size, "epochs": chosen.epochs}
+    base = {name: getattr(chosen, name) for name in ("task", "data", "batch_size", "epochs", "train_share")}
     grids = {method: METHODS[method] for method in chosen.methods}
     if chosen.narrow:
         for method in grids.keys() - {"SGD"}:
@@ -84,7 +84,7 @@ def main() -> None:
         }
         best = {method: max(grid, key=lambda rho, m=method: mean[m, rho]) for method, grid in grids.items()}
         finals = {
-            (method, rho, seed): config(base, method, rho, seed, chosen.holdout if chosen.keep_holdout else 0.0)
+            (method, rho, seed): config(base, method, rho, seed, 0.0)
             for method, rho in best.items()
             for seed in SEEDS[: chosen.seeds]
         }
