@@ -74,6 +74,15 @@ def until(condition, seconds=60) -> None:
         time.sleep(0.02)
 
 
+def is_free(folder) -> bool:
+    """Whether no process is at work there."""
+    try:
+        with files.locked(folder, "run"):
+            return True
+    except LabError:
+        return False
+
+
 def test_only_what_is_missing_and_each_as_if_alone(tmp_path):
     sweep(study(), tmp_path / "out", TWO, QUIET)
     before = stamps(tmp_path / "out")
@@ -142,19 +151,25 @@ def test_the_sweep_itself_is_killed(tmp_path):
     finished = {folder.name for record, folder in shelf.records.values() if record.finished}
     before = stamps(tmp_path / "out")
 
-    def is_free(folder) -> bool:
-        try:
-            with files.locked(folder, "run"):
-                return True
-        except LabError:
-            return False
-
     until(lambda: all(is_free(path.parent) for path in (tmp_path / "out").glob(f"*/{NAME}")))
     sweep(study(epochs=25), tmp_path / "out", TWO, QUIET)
     after = stamps(tmp_path / "out")
     assert all(after[name] == before[name] for name in finished)
     for config in study(epochs=25).cells():
         assert Record.read(tmp_path / "out" / config.cell.folder).curves == straight(config, tmp_path)
+
+
+def test_workers_of_a_killed_sweep_leave_off(tmp_path):
+    """In the middle of runs that would go on for hours."""
+    study(epochs=1_000_000).write(tmp_path)
+    out = tmp_path / "out"
+    process = started("sweep", str(tmp_path / "study.json"), "--out", str(out), "--workers", "2")
+    try:
+        until(lambda: len(list(out.glob(f"*/{CHECKPOINT}"))) == 2)
+    finally:
+        process.kill()
+        process.communicate()
+    until(lambda: all(is_free(path.parent) for path in out.glob(f"*/{NAME}")), seconds=20)
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["as the terminal does", "to the sweep alone"])
@@ -198,6 +213,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "diverged" in out
+    assert all(f"/3 runs  {name}\n" in out for name in stamps(tmp_path / "out"))
     (record,) = [r for r in Shelf.of(tmp_path / "out").all() if r.config.lr == 1e30]
     assert "not finite" in record.failure
     before = stamps(tmp_path / "out")

@@ -49,15 +49,10 @@ def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: 
     there = Shelf.of(folder)
     missing = [(config, there.place(config)) for config in wanted.values() if not there.has(config)]
     failures = _watched(engine, missing, len(wanted) - len(missing), console) if missing else []
-    there = Shelf.of(folder)
     if failures:
         raise LabError(_in_one_line(failures, len(wanted)))
-    return {cell: _record(there, config) for cell, config in wanted.items()}
-
-
-def _record(there: Shelf, config: Config) -> Record:
-    """The run's record; where it is not on the shelf, the error says why."""
-    return there.records[config.cell][0] if config.cell in there.records else Record.read(there.place(config))
+    made = {config.cell: Record.read(place) for config, place in missing}
+    return {cell: made[cell] if cell in made else there.records[cell][0] for cell in wanted}
 
 
 @dataclass(frozen=True)
@@ -102,6 +97,7 @@ def _watched(engine: Engine, missing: list[Cell], already: int, console: Console
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    places = dict(missing)
     done: Counter[Config] = Counter()
     total = sum(config.epochs for config, _ in missing)
     ended, failures = 0, []
@@ -116,16 +112,16 @@ def _watched(engine: Engine, missing: list[Cell], already: int, console: Console
                     line = f"{already + ended}/{already + len(missing)} runs"
                     progress.update(bar, completed=done.total(), description=line)
                     if event.ended and not console.is_terminal:
-                        console.print(f"{line}  {event.config.folder}", highlight=False, soft_wrap=True)
+                        console.print(f"{line}  {places[event.config].name}", highlight=False, soft_wrap=True)
         except KeyboardInterrupt as error:
             raise Interrupted("what was under way is saved; give the same command again to go on") from error
-    return [event for event in failures if not _is_recorded(event, dict(missing))]
+    return [event for event in failures if not _is_recorded(places[event.config])]
 
 
-def _is_recorded(event: Event, places: dict[Config, Path]) -> bool:
+def _is_recorded(folder: Path) -> bool:
     """Whether the record tells of the failure: a run that diverged is a result."""
     try:
-        return Record.read(places[event.config]).failure is not None
+        return Record.read(folder).failure is not None
     except LabError:
         return False
 
