@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from gtracer.lab.run import CHECKPOINT
 from gtracer.lab.study import Study
 from gtracer.lab.sweep import Shelf, run_missing, sweep
 from gtracer.lab.train import train
-from gtracer.lab.workers import Event, Local
+from gtracer.lab.workers import Event, Local, Teller
 
 QUIET = Console(quiet=True)
 STUDY = {
@@ -74,6 +76,11 @@ def until(condition, seconds=60) -> None:
         time.sleep(0.02)
 
 
+def refuse(cells):
+    """An engine that is not to be asked."""
+    raise AssertionError("nothing is missing")
+
+
 def is_free(folder) -> bool:
     """Whether no process is at work there."""
     try:
@@ -101,10 +108,6 @@ def test_a_finished_run_is_found_whatever_its_folder_is_called(tmp_path):
     config = study().cells()[0]
     train(config, tmp_path / "by hand", [])
     before = stamps(tmp_path)
-
-    def refuse(cells):
-        raise AssertionError("nothing is missing")
-
     run_missing([replace(config, device="cpu")], tmp_path, refuse, QUIET)
     assert stamps(tmp_path) == before
 
@@ -172,13 +175,21 @@ def test_workers_of_a_killed_sweep_leave_off(tmp_path):
     until(lambda: all(is_free(path.parent) for path in out.glob(f"*/{NAME}")), seconds=20)
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_worker_looks_after_its_sweep_in_every_step(alive, monkeypatch):
+    """Its epoch may take an hour: it does not wait for the end of it."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: alive))
+    with nullcontext() if alive else pytest.raises(SystemExit):
+        Teller(None).step(None, 0.0)
+
+
 @pytest.mark.parametrize("to_all", [True, False], ids=["as the terminal does", "to the sweep alone"])
 def test_ctrl_c(tmp_path, to_all):
     path = tmp_path / "study.json"
     study(epochs=300, seeds=1).write(tmp_path)
     process = started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2")
     try:
-        until(lambda: list((tmp_path / "out").glob(f"*/{CHECKPOINT}")))
+        until(lambda: len(list((tmp_path / "out").glob(f"*/{CHECKPOINT}"))) == 2)  # both are under way
         (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
         out, error = process.communicate(timeout=60)
     finally:
@@ -216,9 +227,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capsys):
     assert all(f"/3 runs  {name}\n" in out for name in stamps(tmp_path / "out"))
     (record,) = [r for r in Shelf.of(tmp_path / "out").all() if r.config.lr == 1e30]
     assert "not finite" in record.failure
-    before = stamps(tmp_path / "out")
-    assert cli.main(words) == 0
-    assert stamps(tmp_path / "out") == before
+    sweep(Study.from_mapping(mine), tmp_path / "out", refuse, QUIET)
 
 
 class TestBadInput:
