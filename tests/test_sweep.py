@@ -21,7 +21,7 @@ from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import NAME, Record
-from gtracer.lab.run import CHECKPOINT
+from gtracer.lab.run import CHECKPOINT, Run
 from gtracer.lab.study import Study
 from gtracer.lab.sweep import Shelf, run_missing, sweep
 from gtracer.lab.train import train
@@ -35,6 +35,7 @@ STUDY = {
     "methods": {"SGD": {"optimizer": "sgd"}, "TRACER": {"optimizer": "sgd-tracer", "rho": 0.003}},
 }
 TWO = Local(processes=2)
+LONG = 1_000_000  # epochs: hours
 
 
 def study(**changes) -> Study:
@@ -164,7 +165,7 @@ def test_the_sweep_itself_is_killed(tmp_path):
 
 def test_workers_of_a_killed_sweep_leave_off(tmp_path):
     """In the middle of runs that would go on for hours."""
-    study(epochs=1_000_000).write(tmp_path)
+    study(epochs=LONG).write(tmp_path)
     out = tmp_path / "out"
     process = started("sweep", str(tmp_path / "study.json"), "--out", str(out), "--workers", "2")
     try:
@@ -186,7 +187,7 @@ def test_a_worker_looks_after_its_sweep_in_every_step(alive, monkeypatch):
 @pytest.mark.parametrize("to_all", [True, False], ids=["as the terminal does", "to the sweep alone"])
 def test_ctrl_c(tmp_path, to_all):
     path = tmp_path / "study.json"
-    study(epochs=300, seeds=1).write(tmp_path)
+    study(epochs=LONG, seeds=1).write(tmp_path)
     process = started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2")
     try:
         until(lambda: len(list((tmp_path / "out").glob(f"*/{CHECKPOINT}"))) == 2)  # both are under way
@@ -197,10 +198,11 @@ def test_ctrl_c(tmp_path, to_all):
     assert process.returncode == 130
     assert error == "gtracer: interrupted; what was under way is saved; give the same command again to go on\n"
     assert "unfinished" in out
-    (config,) = study(epochs=300, seeds=1).cells()[:1]
-    folder = tmp_path / "out" / config.cell.folder
-    assert not Record.read(folder).finished
-    assert train(config, folder, [], resume=True).curves == straight(config, tmp_path)
+    for config in study(epochs=LONG, seeds=1).cells():  # what is saved goes on: tests/test_lab_train.py
+        folder, run = tmp_path / "out" / config.cell.folder, Run(config)
+        results = run.load(folder)
+        assert len(results["seconds"]) == run.epoch >= Record.read(folder).epochs > 0
+        assert not Record.read(folder).finished
 
 
 def test_interrupt_stops_the_workers(tmp_path):
