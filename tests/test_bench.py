@@ -38,8 +38,8 @@ def test_runs_side_by_side(tmp_path, capsys, monkeypatch):
     """What is printed is what was measured: seconds of 50,000 examples, for each run."""
     monkeypatch.setenv("COLUMNS", "120")
     made = pace.side_by_side(
-        model="mlp", batch_size=8, rounds=3, device="cpu", precision="bf16", out=tmp_path / "b.json", console=Console(),
-        steps=3, widths=(1, 2),
+        model="mlp", batch_size=8, rounds=3, device="cpu", precision="bf16", kernels="torch", out=tmp_path / "b.json",
+        console=Console(), steps=3, widths=(1, 2),
     )  # fmt: skip
     assert json.loads((tmp_path / "b.json").read_text()) == made
     printed = capsys.readouterr().out

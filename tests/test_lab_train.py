@@ -141,7 +141,7 @@ def test_compiled_is_the_same_run(tmp_path):
     cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
     config = Config(task="cifar100", data=str(tmp_path), model="resnet20", epochs=2, rho=1e-4, delta=0.01, lr=0.01)
     plain = train(config, tmp_path / "plain", [])
-    compiled = train(replace(config, compiled=True), tmp_path / "compiled", [])
+    compiled = train(replace(config, kernels="compiled"), tmp_path / "compiled", [])
     for name in ("train_loss", "trace_ratio", "test_loss"):
         assert compiled.curves[name] == pytest.approx(plain.curves[name], rel=1e-3), name
     assert compiled.config.cell == plain.config.cell

@@ -76,7 +76,7 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("--seeds", type=_at_least_one, metavar="N", help="runs for each cell (default: the study's)")
     sweep.add_argument("--epochs", type=_at_least_one, metavar="N", help="passes over the data (default: the study's)")
     for item in fields(Config):
-        if item.name in ("data", "device", "precision"):
+        if item.name in ("data", "device", "precision", "kernels"):
             text = item.metadata["help"] + ("" if item.name == "data" else " (default: the study's)")
             sweep.add_argument(f"--{item.name}", metavar="X", help=text)
     _add_engine(sweep, "--engine")
@@ -167,6 +167,7 @@ def _add_bench(commands: Any) -> None:
         "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
     bench.add_argument("--precision", default="fp32", metavar="NAME", help="side-by-side: fp32 or bf16")
+    bench.add_argument("--kernels", default="torch", metavar="NAME", help="side-by-side: torch, compiled or fused")
     bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -261,7 +262,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     from gtracer.lab.results import Results
     from gtracer.lab.sweep import Shelf, sweep
 
-    options = {name: getattr(chosen, name) for name in ("seeds", "epochs", "data", "device", "precision")}
+    options = {name: getattr(chosen, name) for name in ("seeds", "epochs", "data", "device", "precision", "kernels")}
     wanted = study.load(chosen.study).changed(**options)
     folder = chosen.out or Path("runs") / Path(chosen.study).stem
     console = Console()
@@ -302,7 +303,7 @@ def _bench(chosen: argparse.Namespace) -> None:
     if chosen.what == "estimators":
         bench.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
     else:
-        pace.side_by_side(**common, precision=chosen.precision, console=Console())
+        pace.side_by_side(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
 
 
 def _report(chosen: argparse.Namespace) -> None:

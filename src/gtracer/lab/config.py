@@ -14,6 +14,7 @@ from gtracer.lab.errors import LabError, unknown
 
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16")
+KERNELS = ("torch", "compiled", "fused")
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -72,7 +73,9 @@ class Config:
     warmup: float = option(0.0, "share of the steps over which the learning rate rises")
     seed: int = option(0, "of the splits, the wrong labels, the weights and the batches")
     device: str = option("auto", "cpu, cuda, mps, … or auto")
-    compiled: bool = option(False, "torch.compile the network: faster on a GPU, after a start of minutes")
+    kernels: str = option(
+        "torch", "torch's; compiled: torch.compile; fused: our own, for a resnet with batch norm on a GPU", KERNELS
+    )
     precision: str = option("fp32", "of the computation; weights are fp32", PRECISIONS)
 
     def __post_init__(self) -> None:
@@ -93,7 +96,7 @@ class Config:
             checks.kind(name, getattr(self, name), (str, type(None)))
         for name in ("max_length", "width", "depth", "interval", "epochs", "batch_size"):
             checks.count(name, getattr(self, name))
-        for name in ("augment", "nesterov", "preconditioned", "compiled"):
+        for name in ("augment", "nesterov", "preconditioned"):
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)
@@ -144,8 +147,8 @@ class Config:
 
     @property
     def cell(self) -> Config:
-        """The run wherever it is made: data folder, device and compiler are the machine's business."""
-        return replace(self, data=None, device="auto", compiled=False)
+        """The run wherever it is made: data folder, device and kernels are the machine's business."""
+        return replace(self, data=None, device="auto", kernels="torch")
 
     @property
     def folder(self) -> str:

@@ -7,6 +7,7 @@ import pickle
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def side_by_side(
     rounds: int,
     device: str,
     precision: str,
+    kernels: str,
     out: Path | None,
     console: Console,
     steps: int = 40,
@@ -54,7 +56,8 @@ def side_by_side(
         _make_up(Path(folder), steps * batch_size)
         for method, width in track(cells, description="measured", transient=True, console=console):
             config = Config(task="cifar100", data=folder, model=model, lr=0.01, batch_size=batch_size, device=device)
-            runs = [Replayed(_of(config, method, precision, seed, rounds)) for seed in range(width)]
+            config = replace(config, precision=precision, kernels=kernels)
+            runs = [Replayed(_of(config, method, seed, rounds)) for seed in range(width)]
             a_step = [taken / steps / width for taken in _rounds(runs, rounds, place)]
             seconds[method][str(width)] = [each * EPOCH / batch_size for each in a_step]
     result = {
@@ -62,6 +65,7 @@ def side_by_side(
         "model": model,
         "batch_size": batch_size,
         "precision": precision,
+        "kernels": kernels,
         "rounds": rounds,
         "steps": steps,
         **environment.describe(place),
@@ -73,9 +77,8 @@ def side_by_side(
     return result
 
 
-def _of(config: Config, method: str, precision: str, seed: int, rounds: int) -> Config:
-    own = config.to_mapping() | METHODS[method]
-    return Config.from_mapping(own | {"precision": precision, "seed": seed, "epochs": rounds + 2})
+def _of(config: Config, method: str, seed: int, rounds: int) -> Config:
+    return Config.from_mapping(config.to_mapping() | METHODS[method] | {"seed": seed, "epochs": rounds + 2})
 
 
 def _rounds(runs: list[Replayed], rounds: int, place: torch.device) -> list[float]:
@@ -107,7 +110,8 @@ def _make_up(folder: Path, examples: int) -> None:
 def _table(result: dict[str, Any], widths: tuple[int, ...]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    table = Table(title=f"{result['model']}, batch {result['batch_size']}, {result['precision']}, {where}")
+    what = (result["model"], f"batch {result['batch_size']}", result["precision"], f"{result['kernels']} kernels")
+    table = Table(title=", ".join((*what, where)))
     table.caption = (
         f"Seconds of an epoch of {EPOCH} examples for each run, median of {result['rounds']} rounds; behind it, how "
         "many times as fast as alone."

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
+from gtracer.lab.fused import Fused
 from gtracer.lab.ranks import Ranks
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
 from gtracer.optim.penalised import TracerOptimizer
@@ -23,7 +24,9 @@ from gtracer.optim.two_pass import TwoPassOptimizer
 
 CHECKPOINT = "checkpoint.pt"
 IGNORED = -100  # torch's label of an example that does not count
-EVALUATION_BATCHES = 4  # without gradients so many times the examples fit
+# Without gradients so many times the examples fit; more keep a GPU busy.
+EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Run:
@@ -49,10 +52,13 @@ class Run:
         built = models.build(config, task)
         self.model = built.model.to(self.device)
         self.optimizer = optimizers.build(config, self.model, **own)
-        self.trained = self.ranks.wrapped(self.model)
-        if config.compiled:
+        self.trained: Callable[[Any], Tensor] = self.ranks.wrapped(self.model)
+        self.evaluated: Callable[[Any], Tensor] = self.model
+        if config.kernels == "compiled":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            self.trained = torch.compile(self.trained, dynamic=False)  # type: ignore[assignment]
+            self.trained = torch.compile(self.trained, dynamic=False)
+        elif config.kernels == "fused":
+            self.trained = self.evaluated = Fused(self.model, DTYPES[config.precision])
         if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
             torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
         self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
@@ -184,8 +190,8 @@ class Run:
         self.model.eval()
         mine, _ = self.ranks.share(rows)
         with self._precision():
-            parts = torch.split(mine, EVALUATION_BATCHES * self.config.batch_size)
-            outputs = torch.cat([self.model(batch(part)).float() for part in parts])
+            parts = torch.split(mine, EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size)
+            outputs = torch.cat([self.evaluated(batch(part)).float() for part in parts])
         return self.ranks.joined(outputs)[: len(rows)]
 
     # Saving and loading.
@@ -241,6 +247,8 @@ def _refuse_what_is_not_shared(config: Config) -> None:
     for name in ("curvature", "average"):
         if getattr(config, name) not in (None, "gradient-magnitude"):
             raise LabError(f"{name} = {getattr(config, name)!r} cannot be shared by several processes: run it in one")
+    if config.kernels == "fused":
+        raise LabError("kernels = 'fused' cannot be shared by several processes: use torch's or compiled ones")
     if config.engine == "exact":
         raise LabError("engine = 'exact' cannot be shared by several processes: use finite-difference, or one process")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ def cifar10(folder: Path) -> Task:
     return _task(10, (x, y, paths[0]), (*parts[-1], paths[-1]), (3, 32, 32))
 
 
+@lru_cache(maxsize=1)  # for the runs of a sweep that share a process
 def cifar100(folder: Path) -> Task:
     """50,000 + 10,000 images of 32 × 32 in 100 classes, from `FOLDER/cifar-100-python/`."""
     source = Source(f"{TORONTO}/cifar-100-python.tar.gz", "md5:eb9058c3a382ffc7106e4002c42a8d85")
