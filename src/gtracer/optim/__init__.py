@@ -1,6 +1,7 @@
 """Optimisers: TRACER on SGD, Adam and any torch optimiser, SAM, and schedules of ρ."""
 
 from gtracer.optim.adam import AdamTracer, AdamWTracer
+from gtracer.optim.clip import Clip
 from gtracer.optim.sam import SAM
 from gtracer.optim.schedule import RhoScheduler, linear_warmup
 from gtracer.optim.stats import Stats
@@ -11,6 +12,7 @@ __all__ = [
     "SAM",
     "AdamTracer",
     "AdamWTracer",
+    "Clip",
     "NonFiniteError",
     "RhoScheduler",
     "SGDTracer",

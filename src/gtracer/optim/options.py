@@ -7,6 +7,7 @@ from typing import TypedDict
 from torch import nn
 
 from gtracer.curvature import Estimator
+from gtracer.optim.clip import Clip
 
 
 class Options(TypedDict, total=False):
@@ -26,6 +27,7 @@ class Options(TypedDict, total=False):
         model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
         nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
             the numbers, and so wait for the device once a step.
+        clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)` (default None).
     """
 
     f0: str | float
@@ -39,3 +41,4 @@ class Options(TypedDict, total=False):
     eta: float | None
     model: nn.Module | None
     nonfinite: str
+    clip: Clip | None

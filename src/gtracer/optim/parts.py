@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gtracer.optim.trial import Plan, Slice, Trial
+from gtracer.tensors import Tensors
 
 
 def split(batch: tuple[Any, ...], size: int) -> list[tuple[float, tuple[Any, ...]]]:
@@ -32,6 +33,45 @@ def split(batch: tuple[Any, ...], size: int) -> list[tuple[float, tuple[Any, ...
     count = sizes.pop()
     starts = range(0, count, size)
     return [(min(size, count - i) / count, tuple(_rows(x, slice(i, i + size)) for x in batch)) for i in starts]
+
+
+def shared(batches: Sequence[Any]) -> list[tuple[float, tuple[Any, ...]]]:
+    """Micro-batches, each with its share of all examples: counted along the first axis of its tensors.
+
+    >>> shared([torch.zeros(1, 5), (torch.zeros(3, 5), torch.zeros(3))])[1][0]
+    0.75
+    """
+    listed = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    if not listed:
+        raise ValueError("batches must hold at least one batch, got none")
+    counts = []
+    for batch in listed:
+        sizes = {len(x) for x in _tensors(batch) if x.ndim}
+        if len(sizes) > 1 or 0 in sizes:
+            raise ValueError(f"a batch's tensors must be as long as each other, got lengths {sorted(sizes)}")
+        counts.append(sizes.pop() if sizes else 1)
+    return [(count / sum(counts), batch) for count, batch in zip(counts, listed, strict=True)]
+
+
+def mean_over_processes(
+    found: dict[Tensor, list[Tensor]], params: Tensors, number: Tensor | None = None
+) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
+    """Of what each process found for each parameter, and of a number, by one exchange.
+
+    A process that found nothing for a parameter counts as zero.
+    """
+    params = [p for p in params if p.requires_grad]
+    width = max((len(row) for row in found.values()), default=1)
+    rows = [found.get(p) or [torch.zeros_like(p)] * width for p in params]
+    seen = torch.tensor([float(p in found) for p in params], device=params[0].device)
+    number = torch.zeros_like(seen[:1]) if number is None else number.reshape(1).to(seen)
+    flat = torch.cat([number, seen, *(x.reshape(-1) for row in rows for x in row)])
+    distributed.all_reduce(flat)
+    flat /= distributed.get_world_size()
+    number, seen, *pieces = torch.split(flat, [1, len(params), *(x.numel() for row in rows for x in row)])
+    columns = iter(pieces)
+    means = {p: [next(columns).view(p.shape).to(p.dtype) for _ in range(width)] for p in params}
+    return {p: means[p] for p, share in zip(params, seen.tolist(), strict=True) if share > 0}, number[0]
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -85,6 +125,13 @@ class Pool:
             mean.curvature.add_(F, alpha=share)
             if change is not None:
                 mean.penalty.add_(change, alpha=share)
+
+    def join_processes(self, params: Tensors) -> None:
+        """Take the means over all processes, each of which has pooled parts of its own."""
+        rows = {p: [mean.gradient, mean.penalty, mean.curvature] for p, mean in self._means.items()}
+        joined, ratio = mean_over_processes(rows, params, self._ratio)
+        self._means = {p: Means(*row) for p, row in joined.items()}
+        self._ratio = None if self._ratio is None else ratio
 
     def trial(self, slices: list[Slice], *, own_curvature: bool) -> Trial:
         """One trial for the batch, its penalty there already.

@@ -25,10 +25,11 @@ from gtracer.curvature import (
     per_example,
 )
 from gtracer.optim import posterior
-from gtracer.optim.parts import Pool, split
+from gtracer.optim.clip import Clip
+from gtracer.optim.parts import split
+from gtracer.optim.partwise import Parts, PartwiseOptimizer
 from gtracer.optim.stack import Stack, flat, mean_product
 from gtracer.optim.trial import Plan, Slice, Trial
-from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.penalty import (
     RADIUS,
     check_group,
@@ -39,11 +40,11 @@ from gtracer.penalty import (
     example_difference,
     finite_difference,
 )
-from gtracer.scopes import PooledStatistics, RandomState, frozen_statistics, replayed_random
+from gtracer.scopes import RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
 
 
-class TracerOptimizer(TwoPassOptimizer):
+class TracerOptimizer(PartwiseOptimizer):
     """The penalised gradient ∇[L + ρT]; where f is kept is left to the subclass."""
 
     def __init__(
@@ -62,6 +63,7 @@ class TracerOptimizer(TwoPassOptimizer):
         eta: float | None = None,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
+        clip: Clip | None = None,
     ) -> None:
         if engine is not None:
             checks.choice("engine", engine, ["finite-difference", "exact"])
@@ -74,9 +76,10 @@ class TracerOptimizer(TwoPassOptimizer):
         self.curvature = chosen(curvature, average, model)
         self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
         self.preconditioned, self.eta = preconditioned, eta
-        super().__init__(base, {**defaults, "f0": f0}, interval=interval, model=model, nonfinite=nonfinite)
+        defaults = {**defaults, "f0": f0}
+        super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
-    _settings = (*TwoPassOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
+    _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
 
     def _forget(self) -> None:
         super()._forget()
@@ -188,10 +191,29 @@ class TracerOptimizer(TwoPassOptimizer):
         engine = partial(finite_difference, radius=self.radius, central=self.difference == "central")
         return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
 
-    def _first_pass(self, closure: Callable[[], Any]) -> Any:
+    @property
+    def _first_pass_is_its_own(self) -> bool:
+        """Whether more is wanted of the loss than its gradient."""
         squared = self._squares(self.curvature.average) and self._squares(self.curvature.numerator)
-        if self.engine != "exact" and squared:
+        return self.engine == "exact" or not squared
+
+    def _sum_over(self, closure: Callable[..., Any], parts: Parts) -> Callable[[], Tensor]:
+        """The whole batch's loss in one graph."""
+        if not self.curvature.is_default:
+            raise RuntimeError(
+                f"batches with {self.curvature}, which looks into one pass over the whole batch: hand it over as one, "
+                "step(closure, x, y), or use penalty='each'"
+            )
+        return lambda: sum((share * closure(*part) for share, part in parts), torch.zeros(()))
+
+    def _first_pass(self, closure: Callable[[], Any]) -> Any:
+        if not self._first_pass_is_its_own:
             return super()._first_pass(closure)
+        if self._scaler is not None:
+            raise RuntimeError(
+                f"a GradScaler with engine={self.engine!r} and curvature={self.curvature.numerator!r}, which "
+                "differentiate the loss as it is: use torch.bfloat16, or the finite difference of gradient_magnitude"
+            )
         params = self._clear_gradients()
         recording = Recording(self.model) if self.model is not None and self.curvature.needs_layers else None
         with torch.enable_grad():
@@ -216,22 +238,23 @@ class TracerOptimizer(TwoPassOptimizer):
 
     def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
         if self.curvature.parts is None:
+            if self._parts is not None and not self._each and self._first_pass_is_its_own:
+                closure, batch = self._sum_over(closure, self._parts), ()
+                self._parts = None
             return super()._make_passes(closure, batch)
+        if self._parts is not None or self._each:
+            raise RuntimeError(
+                f"batches or penalty = 'each' with micro_batch({self.curvature.parts}), which takes the batch in parts "
+                "itself: hand the whole batch to step(closure, x, y), or leave micro_batch out"
+            )
         parts = split(batch, self.curvature.parts)
         if self.curvature.numerator is gradient_magnitude:
+            self._measured = {}
             return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
         if self.curvature.vectorised and self.engine != "exact" and parts[-1][0] == parts[0][0]:
             return self._make_stacked_passes(closure, batch, len(parts))
-        pool, statistics = Pool(), PooledStatistics(self.model)
-        for share, part in parts:
-            with statistics.part(share):
-                _, trial = self._passes_over(partial(closure, *part))
-            pool.add(trial, share)
-        statistics.conclude()
-        slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
-        trial = pool.trial(slices, own_curvature=self.curvature.average is not gradient_magnitude)
-        trial.conclude()
-        return trial.loss, trial
+        own = self.curvature.average is not gradient_magnitude
+        return self._make_passes_of_each(closure, parts, own_curvature=own)
 
     def _make_stacked_passes(
         self, closure: Callable[..., Any], batch: tuple[Any, ...], count: int
@@ -262,40 +285,26 @@ class TracerOptimizer(TwoPassOptimizer):
         trial.conclude()
         return trial.loss, trial
 
-    def _evaluate_parts(self, closure: Callable[..., Any], parts: list[tuple[float, tuple[Any, ...]]]) -> Any:
-        """A closure for the whole batch that takes it in parts, and notes the mean of their squared gradients."""
-        mean: dict[Tensor, Tensor] = {}
-        measured: dict[Tensor, Tensor] = {}
-        total, statistics = None, PooledStatistics(self.model)
-        for share, part in parts:
-            with statistics.part(share):
-                loss = self._evaluate(partial(closure, *part))
-            with torch.no_grad():
-                for p in self._params():
-                    if p.grad is not None:
-                        mean[p] = share * p.grad + mean.get(p, 0)
-                        measured[p] = share * p.grad**2 + measured.get(p, 0)
-                total = share * loss.detach() + (0 if total is None else total) if isinstance(loss, Tensor) else loss
-        statistics.conclude()
-        for p in self._params():
-            p.grad = mean.get(p)
-        self._measured = measured
-        return total
+    def _note_part(self, share: float) -> None:
+        if self._measured is not None:  # F for the average is the mean of the parts' squared gradients
+            for p in self._params():
+                if p.grad is not None:
+                    self._measured[p] = share * p.grad**2 + self._measured.get(p, 0)
 
-    def perturbed(self) -> Any:
+    def perturbed(self, scaler: torch.amp.GradScaler | None = None) -> Any:
         if self.engine == "exact" or not self.curvature.is_default:
             raise RuntimeError(
                 "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude: otherwise "
                 "use step(closure), or a TracerPenalty on the loss with any optimiser"
             )
-        return super().perturbed()
+        return super().perturbed(scaler)
 
     def _passes_made(self) -> Trial:
         if not self.curvature.is_default:
             raise RuntimeError(f"step() without a closure: {self.curvature} makes its own passes, use step(closure)")
         return super()._passes_made()
 
-    perturbed.__doc__ = TwoPassOptimizer.perturbed.__doc__
+    perturbed.__doc__ = PartwiseOptimizer.perturbed.__doc__
 
     def _check_group(self, group: dict[str, Any]) -> None:
         check_group(self.knobs(group))

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from gtracer import checks, tensors
+from gtracer.optim.clip import Clip
+from gtracer.optim.partwise import PartwiseOptimizer
 from gtracer.optim.trial import Plan, Slice
-from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.penalty import Passes
 from gtracer.tensors import Tensors
 
@@ -19,7 +20,7 @@ def sharpness_change(gradients: Tensors, displacement: Tensors) -> Passes:
     return ahead
 
 
-class SAM(TwoPassOptimizer):
+class SAM(PartwiseOptimizer):
     """Sharpness-aware minimisation (Foret et al. 2021) on any torch optimiser: steps with ∇L(w + ρ ∇L/‖∇L‖).
 
     >>> model = nn.Linear(2, 1)
@@ -31,7 +32,7 @@ class SAM(TwoPassOptimizer):
         rho: ρ, radius of the neighbourhood. May be set per group.
         adaptive: ASAM (Kwon et al. 2021): the neighbourhood is measured in units of |w| + η.
         eta: ASAM's η.
-        interval, model, nonfinite: As for `Tracer`.
+        interval, model, nonfinite, clip: As for `Tracer`.
     """
 
     def __init__(
@@ -44,13 +45,14 @@ class SAM(TwoPassOptimizer):
         interval: int = 1,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
+        clip: Clip | None = None,
     ) -> None:
         checks.flag("adaptive", adaptive)
         checks.number("eta", eta, low=0)
         self.adaptive, self.eta = adaptive, eta
-        super().__init__(base_optimizer, {"rho": rho}, interval=interval, model=model, nonfinite=nonfinite)
+        super().__init__(base_optimizer, {"rho": rho}, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
-    _settings = (*TwoPassOptimizer._settings, "adaptive", "eta")
+    _settings = (*PartwiseOptimizer._settings, "adaptive", "eta")
 
     def _plan(self, slices: list[Slice], due: bool) -> Plan:
         if not due:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gtracer import checks
 from gtracer.optim.stats import Stats
@@ -155,14 +155,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[..., Any] | None = None, *batch: Any) -> Any:
-        """Make one step; return the plain loss at the old weights.
-
-        Args:
-            closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
-                and `backward()` itself. Without a closure the gradients must be there and, where
-                `second_pass_due`, the pass under `perturbed()` must have been made.
-            *batch: What to call the closure with, if anything.
-        """
+        """Make one step; return the plain loss at the old weights."""
         if self._busy:
             raise RuntimeError(
                 "step() inside perturbed() or inside a closure: leave it first, the weights are displaced"
@@ -192,18 +185,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:
-        """Weights displaced for the second pass, in loops that cannot hand over a closure.
-
-            opt.zero_grad()
-            loss_of(batch).backward()
-            with opt.perturbed():
-                loss_of(batch).backward()
-            opt.step()
-
-        Random numbers are replayed from the last `zero_grad()`, so call that right before the first pass. With
-        `difference="central"` two such scopes are needed. In a step that is not `second_pass_due` the scope
-        displaces nothing and drops what is computed in it.
-        """
+        """Weights displaced for the second pass, in loops that cannot hand over a closure."""
         if self._busy:
             raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
         if self._trial is not None and self._trial.penalised and self._trial.displacement is None:
@@ -286,10 +268,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             loss = closure()
             if all(p.grad is None for p in params):
                 check_loss(loss, "step(closure)")
-                loss.backward()
+                self._backward(loss)
         if all(p.grad is None for p in params):
             raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
         return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def _begin(self, loss: Any) -> Trial:
         """Collect the gradients of the first pass and plan the others."""
@@ -302,7 +287,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
             if used:
                 params = [p for _, p in used]
-                slices.append(Slice(group, self.knobs(group), params, [p.grad for p in params]))  # type: ignore[misc]
+                slices.append(Slice(group, self.knobs(group), params, [_kept(p.grad) for p in params]))
         due = self.second_pass_due and bool(slices)
         return Trial(slices, self._plan(slices, due), loss)
 
@@ -385,6 +370,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
         self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._forget()
+
+
+def _kept(gradient: Tensor | None) -> Tensor:
+    """A gradient that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
+    assert gradient is not None
+    shared = distributed.is_available() and distributed.is_initialized() and gradient._base is not None
+    return gradient.clone() if shared else gradient
 
 
 def _labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

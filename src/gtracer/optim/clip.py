@@ -1,0 +1,62 @@
+"""Clipping: the update's gradient kept within bounds, after the passes and before the base optimiser."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gtracer import checks, tensors
+from gtracer.optim.trial import Trial
+from gtracer.tensors import Tensors
+
+OF = ("total", "loss")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Bounds for the gradient that makes the update. T and f are of the gradient as it was.
+
+    >>> Clip(norm=1.0)
+    Clip(norm=1.0, value=None, of='total')
+
+    Attributes:
+        norm: The Euclidean norm over all parameters is scaled down to this, as by torch's `clip_grad_norm_`.
+        value: Every coordinate is cut off at ± this, as by `clip_grad_value_`; after `norm`, where both are set.
+        of: `"total"`: ∇[L + ρT], so that what the base optimiser sees is bounded, as it is with torch's functions.
+            `"loss"`: ∇L alone, before ρ∇T is added.
+    """
+
+    norm: float | None = None
+    value: float | None = None
+    of: str = "total"
+
+    def __post_init__(self) -> None:
+        for name in ("norm", "value"):
+            if getattr(self, name) is not None:
+                checks.number(name, getattr(self, name), low=0, open_low=True)
+        if self.norm is None and self.value is None:
+            raise ValueError("Clip needs norm or value, got neither: Clip(norm=1.0)")
+        checks.choice("of", self.of, OF)
+
+    def __call__(self, trial: Trial) -> None:
+        """Clip what a concluded trial has left in `.grad`; its own gradients stay, f is to learn from them."""
+        total: Tensors = [p.grad for p in trial.params if p.grad is not None]
+        source = trial.gradients if self.of == "loss" else total
+        clipped = self._clipped(source)
+        if self.of == "loss":
+            torch._foreach_sub_(clipped, source)  # what it takes away
+            torch._foreach_add_(clipped, total)
+        for p, gradient in zip(trial.params, clipped, strict=True):
+            p.grad = gradient
+
+    def _clipped(self, gradients: Tensors) -> Tensors:
+        """Copies within the bounds."""
+        found = tensors.clone(gradients)
+        if self.norm is not None:
+            # 1e-6 as in torch
+            tensors.scale_(found, torch.clamp(self.norm / (tensors.norm(found) + 1e-6), max=1.0))
+        if self.value is not None:
+            torch._foreach_clamp_min_(found, -self.value)
+            torch._foreach_clamp_max_(found, self.value)
+        return found

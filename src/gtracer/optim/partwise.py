@@ -1,0 +1,253 @@
+"""The two-pass scheme as people train: in micro-batches, on several processes, in half precision, with clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gtracer import checks
+from gtracer.optim.clip import Clip
+from gtracer.optim.parts import Pool, mean_over_processes, shared
+from gtracer.optim.trial import Slice, Trial
+from gtracer.optim.two_pass import TwoPassOptimizer
+from gtracer.scopes import PooledStatistics
+
+PENALTIES = ("whole", "each")
+Parts = list[tuple[float, tuple[Any, ...]]]
+
+
+class PartwiseOptimizer(TwoPassOptimizer):
+    """A two-pass optimiser whose passes may be taken in parts.
+
+    Args:
+        base, defaults, interval, model, nonfinite: As for `TwoPassOptimizer`.
+        clip: Bounds for the gradient that makes the update.
+    """
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        defaults: dict[str, Any],
+        *,
+        interval: int = 1,
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+        clip: Clip | None = None,
+    ) -> None:
+        checks.kind("clip", clip, (Clip, type(None)), ", such as gtracer.Clip(norm=1.0)")
+        self.clip = clip
+        super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite)
+
+    _settings = (*TwoPassOptimizer._settings, "clip")
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._parts: Parts | None = None
+        self._each = False
+        self._scaler: torch.amp.GradScaler | None = None
+        self._unscaled = False  # whether the gradients of the pass under way are so already, part by part
+        self._held = _Held(self)
+
+    def step(
+        self,
+        closure: Callable[..., Any] | None = None,
+        *batch: Any,
+        batches: Sequence[Any] | None = None,
+        penalty: str = "whole",
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Make one step; return the plain loss at the old weights.
+
+        Args:
+            closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
+                and `backward()` itself. Without a closure the gradients must be there and, where
+                `second_pass_due`, the pass under `perturbed()` must have been made.
+            *batch: What to call the closure with, if anything.
+            batches: Micro-batches instead: the closure is called with each of them, and the step is that of all of
+                them together. Each counts by its number of examples.
+            penalty: `"whole"`: of the whole batch, of all micro-batches and all processes. `"each"`: the mean of the
+                penalties of its parts, which on several processes takes one exchange of gradients, not two; then
+                `model=` must be the `DistributedDataParallel` module.
+            scaler: For float16: scales the loss of every pass. An overflow in any of them skips the step. Call
+                `scaler.update()` afterwards, as ever.
+        """
+        checks.choice("penalty", penalty, PENALTIES)
+        if batches is not None and (batch or closure is None):
+            raise ValueError("step(closure, batches=[…]) takes a closure and no other batch: the batches are the batch")
+        if scaler is not None and closure is None:
+            raise ValueError("step(scaler=…) needs a closure: without one call scaler.step(opt), as for any optimiser")
+        self._parts = None if batches is None else shared(batches)
+        self._each = penalty == "each"
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        try:
+            return super().step(closure, *batch)
+        finally:
+            self._parts, self._each, self._scaler = None, False, None
+
+    @contextmanager
+    def perturbed(self, scaler: torch.amp.GradScaler | None = None) -> Iterator[None]:
+        """Weights displaced for the second pass, in loops that cannot hand over a closure.
+
+            opt.zero_grad()
+            loss_of(batch).backward()
+            with opt.perturbed():
+                loss_of(batch).backward()
+            opt.step()
+
+        Random numbers are replayed from the last `zero_grad()`, so call that right before the first pass. With
+        `difference="central"` two such scopes are needed. In a step that is not `second_pass_due` the scope
+        displaces nothing and drops what is computed in it.
+
+        Args:
+            scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
+                `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
+        """
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
+        if scaler is not None and self._trial is None and not self._busy:
+            self._unscale(scaler)
+        with super().perturbed():
+            yield
+            if scaler is not None:
+                self._unscale(scaler)
+        if scaler is not None and self._trial is not None and self._trial.displacement is None:
+            self._scale(self._trial, scaler)
+
+    # Half precision: nothing but the backward pass itself sees scaled gradients.
+
+    def _backward(self, loss: Tensor) -> None:
+        super()._backward(loss if self._scaler is None else self._scaler.scale(loss))
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = super()._evaluate(closure)
+        if self._scaler is not None and not self._unscaled:
+            self._unscale(self._scaler)
+        self._unscaled = False
+        return loss
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> None:
+        for p in self._params():
+            if p.grad is not None:
+                p.grad = p.grad / _scale(scaler, p.device)
+
+    def _scale(self, trial: Trial, scaler: torch.amp.GradScaler) -> None:
+        for p in trial.params:
+            if p.grad is not None:
+                p.grad = p.grad * _scale(scaler, p.device)
+
+    def _require_finite(self, trial: Trial) -> None:
+        if self._scaler is None:  # who looks for itself
+            super()._require_finite(trial)
+
+    def _update(self, trial: Trial) -> None:
+        if self._scaler is None:
+            self._clipped_update(trial)
+            return
+        self._scale(trial, self._scaler)
+        self._held.trial = trial
+        self._scaler.step(self._held)  # type: ignore[arg-type]
+
+    def _clipped_update(self, trial: Trial) -> None:
+        if self.clip is not None:
+            self.clip(trial)
+        super()._update(trial)
+
+    # Parts.
+
+    def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
+        alone = self._parts is None and not (self._each and _processes() > 1)
+        if alone:
+            return super()._make_passes(closure, batch)
+        parts = self._parts or [(1.0, batch)]
+        if self._each:
+            return self._make_passes_of_each(closure, parts, own_curvature=True)
+        return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
+
+    def _make_passes_of_each(
+        self, closure: Callable[..., Any], parts: Parts, *, own_curvature: bool
+    ) -> tuple[Any, Trial]:
+        """Both passes over each part, displaced along its own direction; the means of what they find."""
+        pool, statistics = Pool(), PooledStatistics(self.model)
+        with self._by_itself() if self._each else nullcontext():
+            for share, part in parts:
+                with statistics.part(share):
+                    _, trial = self._passes_over(partial(closure, *part))
+                pool.add(trial, share)
+        statistics.conclude()
+        if _processes() > 1 and self._each:
+            pool.join_processes(self._params())
+        slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
+        trial = pool.trial(slices, own_curvature=own_curvature)
+        trial.conclude()
+        return trial.loss, trial
+
+    def _evaluate_parts(self, closure: Callable[..., Any], parts: Parts) -> Any:
+        """A closure for the whole batch that takes it in parts."""
+        mean: dict[Tensor, Tensor] = {}
+        total, statistics = None, PooledStatistics(self.model)
+        shared_model = isinstance(self.model, DistributedDataParallel)
+        with self._by_itself() if shared_model else nullcontext():
+            for share, part in parts:
+                with statistics.part(share):
+                    loss = self._evaluate(partial(closure, *part))
+                with torch.no_grad():
+                    for p in self._params():
+                        if p.grad is not None:
+                            mean[p] = share * p.grad + mean.get(p, 0)
+                    self._note_part(share)
+                    known = isinstance(loss, Tensor)
+                    total = share * loss.detach() + (0 if total is None else total) if known else loss
+        statistics.conclude()
+        if shared_model:
+            joined, _ = mean_over_processes({p: [g] for p, g in mean.items()}, self._params())
+            mean = {p: gradient for p, (gradient,) in joined.items()}
+        for p in self._params():
+            p.grad = mean.get(p)
+        self._unscaled = True
+        return total
+
+    def _note_part(self, share: float) -> None:
+        """Take notes of a part's gradients, which are in `.grad`."""
+
+    def _by_itself(self) -> AbstractContextManager[Any]:
+        """Where gradients are this process's own."""
+        if _processes() == 1:
+            return nullcontext()
+        if not isinstance(self.model, DistributedDataParallel):
+            raise RuntimeError(
+                f"penalty = 'each' on {_processes()} processes needs model=, the DistributedDataParallel module, to "
+                f"keep their gradients apart; got model = {type(self.model).__name__}"
+            )
+        return self.model.no_sync()
+
+
+class _Held:
+    """What a GradScaler takes for an optimiser: it looks at the gradients and makes the update, or does not."""
+
+    def __init__(self, optimizer: PartwiseOptimizer) -> None:
+        self._optimizer = optimizer
+        self.trial: Trial | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def step(self) -> None:
+        assert self.trial is not None
+        trial, self.trial = self.trial, None
+        self._optimizer._clipped_update(trial)
+
+
+def _scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
+    """The scale, without waiting for the device."""
+    return scaler.scale(torch.ones((), device=device))
+
+
+def _processes() -> int:
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
