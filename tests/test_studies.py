@@ -52,3 +52,10 @@ def test_the_study_of_the_posterior_runs():
     lines = study("posterior", "--epochs", "1", "--seeds", "1").splitlines()
     assert len(lines) == 2 + 4 * 5
     assert lines[2].startswith("| 0% wrong | 0 | weights alone |")
+
+
+def test_every_record_that_is_kept_here_can_be_read():
+    folders = sorted(path.parent for path in (STUDIES.parent / "records").rglob("record.json"))
+    assert len(folders) > 60
+    for folder in folders:
+        Record.read(folder)

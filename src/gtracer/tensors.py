@@ -1,10 +1,13 @@
 """Algebra on lists of tensors: a weight vector, leaf by leaf, through torch's foreach kernels.
 
 Names ending in an underscore work in place, as in torch. Scalars stay 0-dimensional tensors on
-the device, so nothing here waits for it.
+the device, so nothing here waits for it. Tensors that are sharded over processes (DTensor) are worked on
+shard by shard; a scalar is then the sum over all of them, the same on every process.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +24,11 @@ def norm(xs: Tensors) -> Tensor:
     """
     if not xs:
         return torch.zeros(())
+    norms = torch._foreach_norm(local(xs))
+    if any(is_sharded(x) for x in xs):
+        return _sum(xs, torch._foreach_mul(norms, norms)).sqrt()
     home = xs[0].device
-    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(home) for n in torch._foreach_norm(xs)]))
+    total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(home) for n in norms]))
     return total
 
 
@@ -34,13 +40,12 @@ def dot(xs: Tensors, ys: Tensors) -> Tensor:
     """
     if not xs:
         return torch.zeros(())
-    home = xs[0].device
-    terms = [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(xs, ys, strict=True)]
-    return torch.stack([term.to(home) for term in terms]).sum()
+    return _sum(xs, [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(local(xs), local(ys), strict=True)])
 
 
 def scale_(xs: Tensors, factor: Tensor) -> None:
     """Multiply every tensor by one 0-dimensional tensor, which may live on another device."""
+    xs = local(xs)
     if all(x.device == factor.device for x in xs):
         if xs:
             torch._foreach_mul_(xs, factor)
@@ -57,4 +62,35 @@ def clone(xs: Tensors) -> Tensors:
 def copy_(targets: Tensors, sources: Tensors) -> None:
     """Overwrite the targets, bit for bit."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(local(targets), local(sources))
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Whether it is a DTensor. Asked of what it can do: to import the class takes longer than most programs have."""
+    return hasattr(x, "to_local")
+
+
+def local(xs: Tensors) -> Tensors:
+    """What this process has of each: itself, or its shard, which shares its memory."""
+    return [x.to_local() if is_sharded(x) else x for x in xs]  # type: ignore[attr-defined]
+
+
+def _sum(xs: Tensors, terms: Tensors) -> Tensor:
+    """Of 0-dimensional terms, one for each x; where x is sharded, over all processes that have a shard."""
+    home = terms[0].device
+    groups: dict[Any, list[Tensor]] = {}
+    for x, term in zip(xs, terms, strict=True):
+        layout = (x.device_mesh, x.placements) if is_sharded(x) else None  # type: ignore[attr-defined]
+        groups.setdefault(layout, []).append(term.to(home))
+    sums = [_over_shards(torch.stack(group).sum(), layout) for layout, group in groups.items()]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _over_shards(total: Tensor, layout: Any) -> Tensor:
+    if layout is None:
+        return total
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, placements = layout
+    parts = [Partial() if place.is_shard() else Replicate() for place in placements]
+    return DTensor.from_local(total, mesh, parts).full_tensor()

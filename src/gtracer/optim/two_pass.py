@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gtracer import checks
+from gtracer import checks, tensors
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import NONFINITE, check_loss
@@ -247,16 +247,24 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """The passes that a loop without closure has made before `step()`."""
         trial, self._trial = self._trial, None
         if trial is None:
-            if self.second_pass_due:
+            if self.second_pass_due and not self._is_empty_step():
                 raise RuntimeError(
                     "step() without the second pass: pass a closure, step(closure), or run the loss once more under "
                     "`with opt.perturbed():` before step()"
                 )
-            trial = self._begin(None)
+            trial = self._begin(None, due=False)
             trial.conclude()
         elif trial.displacement is not None:
             raise RuntimeError("step() after one of two passes: difference='central' needs a second perturbed() scope")
         return trial
+
+    def _is_empty_step(self) -> bool:
+        """Whether all gradients are zero, and so the penalty's is.
+
+        So torch.distributed.checkpoint lets an optimiser make its state, to have somewhere to load into.
+        """
+        gradients = [p.grad for p in self._params() if p.grad is not None]
+        return bool(gradients) and not any(g.any() for g in tensors.local(gradients))
 
     def _first_pass(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the loss and leave its gradients in `.grad`."""
@@ -276,7 +284,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _begin(self, loss: Any) -> Trial:
+    def _begin(self, loss: Any, due: bool = True) -> Trial:
         """Collect the gradients of the first pass and plan the others."""
         slices = []
         for group in self.param_groups:
@@ -288,7 +296,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             if used:
                 params = [p for _, p in used]
                 slices.append(Slice(group, self.knobs(group), params, [_kept(p.grad) for p in params]))
-        due = self.second_pass_due and bool(slices)
+        due = due and self.second_pass_due and bool(slices)
         return Trial(slices, self._plan(slices, due), loss)
 
     @contextmanager

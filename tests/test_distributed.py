@@ -1,0 +1,263 @@
+"""DistributedDataParallel and fully_shard on two gloo processes, against one process with the whole batch."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+from processes import end, together
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gtracer import SAM, AdamWTracer, Clip, SGDTracer
+from gtracer.curvature import micro_batch
+
+OPTIMIZERS = {
+    "SGDTracer": lambda params, **own: SGDTracer(params, lr=0.1, momentum=0.9, rho=0.02, delta=0.05, **own),
+    "AdamWTracer": lambda params, **own: AdamWTracer(params, lr=0.01, rho=0.02, delta=0.05, **own),
+    "SAM": lambda params, **own: SAM(torch.optim.SGD(params, lr=0.1, momentum=0.9), rho=0.1, **own),
+}
+STEPS, BATCH = 4, 12
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, BATCH, 5, dtype=torch.float64, generator=generator)
+    return list(zip(x, torch.randint(3, (STEPS, BATCH), generator=generator), strict=True))
+
+
+def flat(tensors):
+    return torch.cat(
+        [t.detach().full_tensor().flatten() if isinstance(t, DTensor) else t.detach().flatten() for t in tensors]
+    )
+
+
+def averages(opt):
+    """f, whatever it is called."""
+    return [value for state in opt.state.values() for key, value in sorted(state.items()) if key in ("f", "exp_avg_sq")]
+
+
+def trained(model, opt, rows=slice(None), **words):
+    for x, y in batches():
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows], **words)
+    return flat(model.parameters()), flat(averages(opt)) if averages(opt) else torch.zeros(0)
+
+
+def alone(name, **own):
+    model = network()
+    return trained(model, OPTIMIZERS[name](model.parameters(), **own))
+
+
+def half(rank):
+    return slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+
+
+def agree(found, expected, tolerance=1e-9):
+    for weights, f in found:
+        torch.testing.assert_close(weights, expected[0], rtol=tolerance, atol=1e-12)
+        torch.testing.assert_close(f, expected[1], rtol=tolerance, atol=1e-12)
+    assert all(torch.equal(found[0][i], other[i]) for other in found for i in (0, 1))
+
+
+# DistributedDataParallel.
+
+
+def ddp(rank, name, own, words, views=False):
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=views)
+    return trained(model, OPTIMIZERS[name](model.parameters(), model=model, **own), half(rank), **words)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("views", [False, True])
+def test_the_penalty_is_that_of_the_global_batch(name, views):
+    """Also where gradients are views of buckets that the next pass fills anew."""
+    agree(together(ddp, name, {}, {}, views), alone(name))
+
+
+def test_clipping_is_by_the_global_norm():
+    clip = {"clip": Clip(norm=0.05)}
+    agree(together(ddp, "SGDTracer", clip, {}), alone("SGDTracer", **clip))
+
+
+@pytest.mark.parametrize("name", ["SGDTracer", "AdamWTracer"])
+def test_the_penalty_of_each_process(name):
+    """Is that of micro-batches of the processes' size, which one process can make; f is the same on all."""
+    expected = alone(name, curvature=micro_batch(BATCH // 2))
+    agree(together(ddp, name, {}, {"penalty": "each"}), expected)
+
+
+def counting(rank, words):
+    """How many exchanges a step makes."""
+    model = DistributedDataParallel(network())
+    model.register_comm_hook(None, allreduce_hook)  # what it does anyway, but where it can be counted
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    (x, y), original, calls = batches()[0], distributed.all_reduce, 0
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[half(rank)], y[half(rank)], **words)
+    finally:
+        distributed.all_reduce = original
+    return calls
+
+
+def test_the_penalty_of_each_process_takes_one_exchange_fewer():
+    assert together(counting, {}) == [2, 2]
+    assert together(counting, {"penalty": "each"}) == [1, 1]
+
+
+def accumulating(rank, penalty):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        mine = x[half(rank)], y[half(rank)]
+        parts = list(zip(*(t.split(3) for t in mine), strict=True))
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=parts, penalty=penalty)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize(("penalty", "own"), [("whole", {}), ("each", {"curvature": micro_batch(3)})])
+def test_accumulation_on_two_processes(penalty, own):
+    agree(together(accumulating, penalty), alone("SGDTracer", **own))
+
+
+def refused(rank):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters())
+    x, y = batches()[0]
+    with pytest.raises(RuntimeError, match="penalty = 'each' on 2 processes needs model="):
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y, penalty="each")
+    return True
+
+
+def test_each_process_needs_the_wrapped_model():
+    assert together(refused) == [True, True]
+
+
+def resumed(rank, name, folder):
+    """Two steps, a checkpoint of the first process, and the rest in new objects that load it."""
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS[name](model.parameters(), model=model)
+    steps = [(x[half(rank)], y[half(rank)]) for x, y in batches()]
+    for x, y in steps[:2]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, folder / "checkpoint.pt")
+    distributed.barrier()
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS[name](model.parameters(), model=model)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
+    for x, y in steps[2:]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+def test_resuming_on_two_processes(tmp_path):
+    agree(together(resumed, "SGDTracer", tmp_path), alone("SGDTracer"))
+
+
+# fully_shard.
+
+
+def sharded_network():
+    model = network()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def sharded(rank, name, own):
+    model = sharded_network()
+    opt = OPTIMIZERS[name](model.parameters(), **own)
+    found = trained(model, opt, half(rank))
+    kept = [value for state in opt.state.values() for key, value in state.items() if key != "step"]
+    assert kept
+    assert all(isinstance(value, DTensor) for value in kept)
+    assert sum(value.to_local().numel() for value in kept) < sum(value.numel() for value in kept)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fully_shard(name):
+    agree(together(sharded, name, {}), alone(name))
+
+
+def test_fully_shard_with_clipping():
+    clip = {"clip": Clip(norm=0.05)}
+    agree(together(sharded, "SGDTracer", clip), alone("SGDTracer", **clip))
+
+
+def half_way(rank, name, folder):
+    model = sharded_network()
+    opt = OPTIMIZERS[name](model.parameters())
+    for x, y in batches()[:2]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[half(rank)], y[half(rank)])
+    weights, state = get_state_dict(model, opt)
+    checkpoint.save({"model": weights, "opt": state}, checkpoint_id=folder)
+
+
+def the_rest(rank, name, folder, world):
+    model = sharded_network()
+    opt = OPTIMIZERS[name](model.parameters())
+    weights, state = get_state_dict(model, opt)
+    held = {"model": weights, "opt": state}
+    checkpoint.load(held, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=held["model"], optim_state_dict=held["opt"])
+    each = BATCH // world
+    rows = slice(rank * each, (rank + 1) * each)
+    for x, y in batches()[2:]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows])
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize("name", ["SGDTracer", "AdamWTracer"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_sharded_checkpoint_goes_on_on_any_number_of_processes(name, world, tmp_path):
+    together(half_way, name, tmp_path / "checkpoint")
+    agree(together(the_rest, name, tmp_path / "checkpoint", world, world=world), alone(name))
+
+
+# The harness itself.
+
+
+def hanging(rank):
+    if rank == 0:
+        time.sleep(60)
+
+
+def test_a_process_that_hangs_is_not_left_behind():
+    end()
+    with pytest.raises(TimeoutError, match=r"only \[1\] of 2 processes"):
+        together(hanging, seconds=10)
+    assert not multiprocessing.active_children()
+
+
+def failing(rank):
+    if rank == 1:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
+def test_a_failure_is_told_and_nobody_left_behind():
+    end()
+    with pytest.raises(AssertionError, match="on purpose"):
+        together(failing)
+    assert not multiprocessing.active_children()
