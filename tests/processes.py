@@ -1,4 +1,4 @@
-"""Functions on several processes, as training on several machines calls them: with a time limit, leaving none behind."""
+"""Functions on several processes: with a time limit, and leaving none behind."""
 
 import atexit
 import io

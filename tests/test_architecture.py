@@ -20,6 +20,7 @@ ROOMS = [
     "calibration",
     "penalty",
     "optim",
+    "integrations",
     "lab",
     "cli",
     "__main__",
