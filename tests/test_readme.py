@@ -48,6 +48,14 @@ def test_python_blocks_run(tmp_path, capsys):
     assert not any(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
 
 
+def test_the_python_of_the_page_on_training_runs(tmp_path):
+    names = surroundings(tmp_path)
+    found = blocks("python", (ROOT / "docs" / "training.md").read_text())
+    assert len(found) >= 4
+    for block in found:
+        exec(block, names)
+
+
 def test_the_docs_commands_run(tmp_path, monkeypatch):
     """Every `gtracer …` line of README and docs, with fewer epochs."""
     monkeypatch.chdir(tmp_path)

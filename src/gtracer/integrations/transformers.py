@@ -89,10 +89,10 @@ class TracerMixin:
         stats = getattr(opt, "stats", None)
         if "loss" in logs and stats is not None:
             logs |= {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
-        super().log(logs, *args, **kwargs)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class TracerTrainer(TracerMixin, Trainer):  # type: ignore[misc]
+class TracerTrainer(TracerMixin, Trainer):
     """`transformers.Trainer` with AdamW-TRACER.
 
     trainer = TracerTrainer(model, args, train_dataset=data, tracer={"rho": 1e-3})

@@ -1,0 +1,106 @@
+"""On a CUDA device: float16 with loss scaling, nccl, and a step captured while LR and scale change.
+
+Run with `pytest -m gpu`.
+"""
+
+import copy
+
+import pytest
+import torch
+from test_distributed import OPTIMIZERS, agree, alone, batches, flat
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from gtracer import SGDTracer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def convolutional():
+    torch.manual_seed(0)
+    layers = (
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    )
+    return nn.Sequential(*layers).cuda()
+
+
+def test_float16_is_the_fp32_run_within_precision():
+    start = convolutional()
+    x, y = torch.randn(6, 32, 3, 16, 16, device="cuda"), torch.randint(10, (6, 32), device="cuda")
+    found = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        model = copy.deepcopy(start)
+        opt = SGDTracer(model.parameters(), lr=0.05, momentum=0.9, rho=0.003, delta=0.01, model=model)
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
+
+        def closure(inputs, labels, model=model, dtype=dtype):
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                return cross_entropy(model(inputs), labels)
+
+        for inputs, labels in zip(x, y, strict=True):
+            opt.step(closure, inputs, labels, scaler=scaler)
+            scaler.update()
+        found[dtype] = nn.utils.parameters_to_vector(model.parameters()).detach()
+    moved = (found[torch.float32] - nn.utils.parameters_to_vector(start.parameters())).norm()
+    assert (found[torch.float16] - found[torch.float32]).norm() < 0.05 * moved
+    assert (found[torch.bfloat16] - found[torch.float32]).norm() < 0.2 * moved
+
+
+def test_an_overflow_in_float16_skips_the_step():
+    model = convolutional()
+    opt = SGDTracer(model.parameters(), lr=0.05, rho=0.003, delta=0.01, model=model)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)
+    x, y = torch.randn(8, 3, 16, 16, device="cuda"), torch.randint(10, (8,), device="cuda")
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+    def closure():
+        with torch.autocast("cuda", torch.float16):
+            return cross_entropy(model(x), y)
+
+    opt.step(closure, scaler=scaler)
+    scaler.update()
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+    assert scaler.get_scale() == 2.0**39
+
+
+@pytest.mark.parametrize("penalty", ["whole", "each"])
+def test_one_process_with_nccl(tmp_path, penalty):
+    """Two would need two GPUs; this much shows that the exchanges are nccl's."""
+    distributed.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double().cuda()
+        wrapped = DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=True)
+        opt = OPTIMIZERS["SGDTracer"](wrapped.parameters(), model=wrapped)
+        for x, y in batches():
+            opt.step(lambda x, y: cross_entropy(wrapped(x), y), x.cuda(), y.cuda(), penalty=penalty)
+        found = flat(model.parameters()).cpu(), flat(opt.state[p]["f"] for p in model.parameters()).cpu()
+    finally:
+        distributed.destroy_process_group()
+    agree([found], alone("SGDTracer"), tolerance=1e-7)
+
+
+def test_flash_attention_in_the_finite_difference():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).cuda()
+    opt = SGDTracer(layer.parameters(), lr=0.01, rho=0.003, delta=0.01)
+    x = torch.randn(4, 32, 64, device="cuda")
+
+    def closure():
+        with (
+            torch.autocast("cuda", torch.bfloat16),
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION),
+        ):
+            return layer(x).float().square().mean()
+
+    opt.step(closure)
+    assert opt.stats.penalty_ratio > 0
