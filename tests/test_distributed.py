@@ -146,6 +146,22 @@ def refused(rank):
     return True
 
 
+def exactly(rank):
+    model = DistributedDataParallel(network())
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.02, delta=0.05, engine="exact", model=model)
+    x, y = batches()[0]
+    with pytest.raises(RuntimeError, match="penalty='each'"):
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    return trained(model, opt, half(rank), penalty="each")
+
+
+def test_the_exact_engine_of_each_process():
+    """What would pass by DistributedDataParallel is refused, or averaged by us."""
+    model = network()
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.02, delta=0.05, engine="exact", curvature=micro_batch(BATCH // 2))
+    agree(together(exactly), trained(model, opt))
+
+
 def test_each_process_needs_the_wrapped_model():
     assert together(refused) == [True, True]
 

@@ -63,7 +63,7 @@ def mean_over_processes(
     params = [p for p in params if p.requires_grad]
     width = max((len(row) for row in found.values()), default=1)
     rows = [found.get(p) or [torch.zeros_like(p)] * width for p in params]
-    seen = torch.tensor([float(p in found) for p in params], device=params[0].device)
+    seen = torch.tensor([float(p in found) for p in params], device=params[0].device, dtype=params[0].dtype)
     number = torch.zeros_like(seen[:1]) if number is None else number.reshape(1).to(seen)
     flat = torch.cat([number, seen, *(x.reshape(-1) for row in rows for x in row)])
     distributed.all_reduce(flat)

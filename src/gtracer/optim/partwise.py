@@ -215,6 +215,10 @@ class PartwiseOptimizer(TwoPassOptimizer):
     def _note_part(self, share: float) -> None:
         """Take notes of a part's gradients, which are in `.grad`."""
 
+    def _processes_are_joined(self) -> bool:
+        """Whether other processes train the same weights; unless a model says otherwise, they do."""
+        return _processes() > 1 and (self.model is None or isinstance(self.model, DistributedDataParallel))
+
     def _by_itself(self) -> AbstractContextManager[Any]:
         """Where gradients are this process's own."""
         if _processes() == 1:

@@ -209,6 +209,12 @@ class TracerOptimizer(PartwiseOptimizer):
     def _first_pass(self, closure: Callable[[], Any]) -> Any:
         if not self._first_pass_is_its_own:
             return super()._first_pass(closure)
+        if self._processes_are_joined() and not self._each:
+            raise RuntimeError(
+                f"engine={self.engine!r} with curvature={self.curvature.numerator!r} on several processes differentiates "
+                "past DistributedDataParallel, which then averages nothing: use penalty='each', or the finite "
+                "difference of gradient_magnitude"
+            )
         if self._scaler is not None:
             raise RuntimeError(
                 f"a GradScaler with engine={self.engine!r} and curvature={self.curvature.numerator!r}, which "

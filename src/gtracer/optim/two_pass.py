@@ -383,8 +383,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 def _kept(gradient: Tensor | None) -> Tensor:
     """A gradient that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
     assert gradient is not None
-    shared = distributed.is_available() and distributed.is_initialized() and gradient._base is not None
-    return gradient.clone() if shared else gradient
+    several = distributed.is_available() and distributed.is_initialized()
+    in_bucket = several and gradient._base is not None and not gradient.requires_grad
+    return gradient.clone() if in_bucket else gradient
 
 
 def _labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
