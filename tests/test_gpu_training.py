@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gtracer import SGDTracer
+from gtracer import AdamWTracer, SGDTracer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +87,39 @@ def test_one_process_with_nccl(tmp_path, penalty):
     finally:
         distributed.destroy_process_group()
     agree([found], alone("SGDTracer"), tolerance=1e-7)
+
+
+def test_a_captured_step_of_adam():
+    """Counts its steps and reads its learning rate on the device: replays are the steps of an eager run."""
+    x, y = torch.randn(8, 32, 3, 16, 16, device="cuda"), torch.randint(10, (8, 32), device="cuda")
+    found = []
+    for captured in (False, True):
+        model = convolutional()
+        lr = torch.tensor(1e-3, device="cuda")
+        opt = AdamWTracer(
+            model.parameters(), lr=lr, rho=0.003, delta=0.01, model=model, nonfinite="ignore", capturable=True
+        )
+        inputs, labels = x[0].clone(), y[0].clone()
+
+        def step(opt=opt, model=model, inputs=inputs, labels=labels):
+            opt.step(lambda: cross_entropy(model(inputs), labels))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                step()
+        for i in range(1, 8):
+            inputs.copy_(x[i])
+            labels.copy_(y[i])
+            lr.fill_(1e-3 * (1 - i / 10))
+            graph.replay() if captured else step()
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 def test_flash_attention_in_the_finite_difference():

@@ -94,3 +94,17 @@ def test_penalty_is_the_plain_loss(problem):
         optimizer.step()
     theirs = run_torch(problem, lambda p: torch.optim.SGD(p, 0.05))
     assert_same_bits((made.everything(), torch.get_rng_state()), theirs)
+
+
+@pytest.mark.parametrize("f0", ["first-gradient", 0.1])
+def test_counting_on_the_device_changes_nothing(f0):
+    """capturable=True: the steps are tensors, and so may the learning rate be; to float32, which torch counts in."""
+    weights = []
+    for own in ({"lr": 0.01}, {"lr": torch.tensor(0.01), "capturable": True}):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)).double()
+        opt = AdamWTracer(model.parameters(), rho=0.01, delta=0.05, f0=f0, **own)
+        for _ in range(5):
+            opt.step(lambda model=model: model(torch.ones(3, 4, dtype=torch.float64)).square().mean())
+        weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)

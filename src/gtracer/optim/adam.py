@@ -25,9 +25,9 @@ def adam_update_(
     F: Tensors,  # (∇L)² or another estimate of the curvature, feeds the second
     exp_avg: Tensors,
     exp_avg_sq: Tensors,
-    steps: Sequence[float],  # counting this one
+    steps: Sequence[float] | Tensors,  # counting this one; as tensors they, and lr, may change in a replay
     *,
-    lr: float,
+    lr: float | Tensor,
     beta1: float,
     beta2: float,
     eps: float,
@@ -39,7 +39,11 @@ def adam_update_(
     denominator = torch._foreach_sqrt(exp_avg_sq)
     torch._foreach_div_(denominator, [(1 - beta2**t) ** 0.5 for t in steps])
     torch._foreach_add_(denominator, eps)
-    torch._foreach_addcdiv_(params, exp_avg, denominator, [-lr / (1 - beta1**t) for t in steps])
+    sizes: list[Any] = [-lr / (1 - beta1**t) for t in steps]
+    if isinstance(sizes[0], Tensor):  # addcdiv takes numbers only
+        torch._foreach_div_(denominator, sizes)
+        sizes = [1.0] * len(sizes)
+    torch._foreach_addcdiv_(params, exp_avg, denominator, sizes)
 
 
 class AdamTracer(TracerOptimizer):
@@ -51,6 +55,8 @@ class AdamTracer(TracerOptimizer):
         params: Parameters or groups, as for `torch.optim.Adam`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.Adam`; weight decay is coupled.
         foreach: Taken for torch's sake; the update is foreach always.
+        capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
+            rate that is to change in the replays must be a tensor.
         rho: ρ, strength of the penalty. May be set per group, as δ and f₀ may.
         delta: δ, damping of the ratio.
         amsgrad: Refused: its running maximum would part the preconditioner from f.
@@ -58,7 +64,6 @@ class AdamTracer(TracerOptimizer):
     """
 
     _decoupled = False
-    _capturable = False
 
     def __init__(
         self,
@@ -71,11 +76,13 @@ class AdamTracer(TracerOptimizer):
         *,
         maximize: bool = False,
         foreach: bool | None = None,
+        capturable: bool = False,
         rho: float = RHO,
         delta: float = DELTA,
         **options: Unpack[Options],
     ) -> None:
         checks.learning_rate(lr)
+        checks.flag("capturable", capturable)
         checks.betas(betas)
         checks.number("eps", eps, low=0)
         checks.number("weight_decay", weight_decay, low=0)
@@ -99,8 +106,13 @@ class AdamTracer(TracerOptimizer):
             weight_decay=weight_decay,
             maximize=maximize,
             foreach=foreach,
+            capturable=capturable,
         )
         super().__init__(base, {"rho": rho, "delta": delta}, **options)
+
+    @property
+    def _capturable(self) -> bool:  # type: ignore[override]
+        return all(group["capturable"] for group in self.param_groups)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -121,10 +133,15 @@ class AdamTracer(TracerOptimizer):
         """
         f0, beta2 = self.knobs(group)["f0"], group["betas"][1]
         averages = [self.state[p]["exp_avg_sq"] for p in params]
-        start = [beta2 ** float(self.state[p]["step"]) for p in params]
+        start = [beta2**t for t in self._steps(group, params)]
         if isinstance(f0, str):
             return torch._foreach_div(averages, [1 - weight for weight in start])
         return torch._foreach_add(averages, [f0 * weight for weight in start])
+
+    def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
+        """How many each has made: numbers, or tensors that a captured step goes on counting."""
+        counts = [self.state[p]["step"] for p in params]
+        return counts if group["capturable"] else [float(count) for count in counts]
 
     def _apply(self, trial: Trial) -> None:
         for part in trial.slices:
@@ -135,13 +152,12 @@ class AdamTracer(TracerOptimizer):
         group, params = part.group, part.params
         for p in params:
             if not self.trained(p):
-                self.state[p].update(
-                    step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-                )
+                step = torch.zeros((), device=p.device if group["capturable"] else "cpu")
+                self.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             self.state[p]["step"] += 1
         total: Tensors = [p.grad for p in params if p.grad is not None]
         F = part.measured
-        lr, decay = float(group["lr"]), group["weight_decay"]
+        lr, decay = group["lr"] if group["capturable"] else float(group["lr"]), group["weight_decay"]
         if group["maximize"]:
             total = torch._foreach_neg(total)
         if decay and self._decoupled:
@@ -158,7 +174,7 @@ class AdamTracer(TracerOptimizer):
             F,
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
-            [float(self.state[p]["step"]) for p in params],
+            self._steps(group, params),
             lr=lr,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -211,9 +211,9 @@ class TracerOptimizer(PartwiseOptimizer):
             return super()._first_pass(closure)
         if self._processes_are_joined() and not self._each:
             raise RuntimeError(
-                f"engine={self.engine!r} with curvature={self.curvature.numerator!r} on several processes differentiates "
-                "past DistributedDataParallel, which then averages nothing: use penalty='each', or the finite "
-                "difference of gradient_magnitude"
+                f"engine={self.engine!r} with curvature={self.curvature.numerator!r} on several processes "
+                "differentiates past DistributedDataParallel, which then averages nothing: use penalty='each', or the "
+                "finite difference of gradient_magnitude"
             )
         if self._scaler is not None:
             raise RuntimeError(

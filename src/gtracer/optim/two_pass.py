@@ -238,7 +238,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             "its passes draw random numbers (dropout), which a graph draws anew": self._draws,
             f"interval = {self.interval} counts steps outside of the graph, set it to 1": self.interval != 1,
             f"nonfinite = {self.nonfinite!r} looks at the numbers, set it to 'ignore'": self.nonfinite != "ignore",
-            f"{type(self).__name__} counts steps outside of the graph": not self._capturable,
+            f"{type(self).__name__} counts steps outside of the graph, pass capturable=True": not self._capturable,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
