@@ -8,7 +8,7 @@ direction)`: it yields displacements of the weights, is sent the gradient of the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +34,9 @@ from gtracer.tensors import Tensors
 # Yields a displacement of the weights, or a scope in which they are displaced; is sent gradients; returns ρ∇T.
 Passes = Generator[Tensors | AbstractContextManager[None], Tensors, Tensors]
 
+# From a function to one that does the same.
+Runner = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 RHO = 3e-3  # ρ/δ ≈ 0.3 with δ ≫ f did best wherever it was measured: docs/algorithm.md, "Defaults"
 BETA = 0.1
 DELTA = 1e-2
@@ -47,6 +50,14 @@ def direction(g: Tensors, f: Tensors, delta: float) -> Tensors:
     v = inverse(f, delta)
     torch._foreach_mul_(v, g)
     return v
+
+
+def aimed(g: Tensors, f: Tensors, delta: float, rho: float | Tensor) -> tuple[Tensors, Tensor]:
+    """u = ρ ∇L / (f + δ), and T = Σ (∇L)² / (f + δ)."""
+    u = direction(g, f, delta)
+    ratio = tensors.dot(g, u)
+    torch._foreach_mul_(u, rho)
+    return u, ratio
 
 
 def exact(params: Tensors, gradients: Tensors, direction: Tensors) -> Passes:
@@ -86,25 +97,36 @@ def finite_difference(
     *,
     radius: float = RADIUS,
     central: bool = False,
+    run: Runner = lambda function: function,
 ) -> Passes:
     """2 H u from gradients `radius` away along u: one further pass, or with `central` two.
 
     The error is O(radius), with `central` O(radius²). The direction and the gradients that are
-    sent in are overwritten, so that no further copy of the weights is needed.
+    sent in are overwritten, so that no further copy of the weights is needed. `run` may compile the arithmetic.
     """
     displacement = list(direction)
-    length = tensors.norm(displacement)
-    # 0/0 would turn a vanished gradient into NaN; its penalty is 0.
-    tensors.scale_(displacement, torch.where(length > 0, radius / length, 0.0))
+    length = run(_shorten_)(displacement, radius)
     ahead = yield displacement
     if central:
         torch._foreach_neg_(displacement)
         behind: Tensors = yield displacement
     else:
         behind = gradients
-    torch._foreach_sub_(ahead, behind)
-    tensors.scale_(ahead, length / radius if central else 2 * length / radius)
+    run(_subtract_)(ahead, behind, length / radius if central else 2 * length / radius)
     return ahead
+
+
+def _shorten_(direction: Tensors, radius: float) -> Tensor:
+    """Give it this length; its own comes back."""
+    length = tensors.norm(direction)
+    # 0/0 would turn a vanished gradient into NaN; its penalty is 0.
+    tensors.scale_(direction, torch.where(length > 0, radius / length, 0.0))
+    return length
+
+
+def _subtract_(ahead: Tensors, behind: Tensors, factor: Tensor) -> None:
+    torch._foreach_sub_(ahead, behind)
+    tensors.scale_(ahead, factor)
 
 
 def example_difference(

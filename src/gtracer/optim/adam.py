@@ -106,7 +106,7 @@ class AdamTracer(TracerOptimizer):
             weight_decay=weight_decay,
             maximize=maximize,
             foreach=foreach,
-            capturable=capturable,
+            capturable=capturable or options.get("compiled", False),  # numbers would be compiled into it
         )
         super().__init__(base, {"rho": rho, "delta": delta}, **options)
 
@@ -168,7 +168,7 @@ class AdamTracer(TracerOptimizer):
             if part.curvature is None:
                 sign = -1 if group["maximize"] else 1
                 F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
-        adam_update_(
+        self._run(adam_update_)(
             params,
             total,
             F,

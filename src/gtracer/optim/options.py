@@ -27,6 +27,8 @@ class Options(TypedDict, total=False):
         model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
         nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
             the numbers, and so wait for the device once a step.
+        compiled: Compile what TRACER adds to a step, and Adam-TRACER's update, with `torch.compile`: fewer kernels,
+            after a start of seconds. Adam-TRACER's learning rate must be a tensor then, if it changes (default False).
         clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)` (default None).
     """
 
@@ -42,3 +44,4 @@ class Options(TypedDict, total=False):
     model: nn.Module | None
     nonfinite: str
     clip: Clip | None
+    compiled: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,16 +32,22 @@ from gtracer.optim.stack import Stack, flat, mean_product
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import (
     RADIUS,
+    aimed,
     check_group,
     check_loss,
     differentiated,
-    direction,
     exact,
     example_difference,
     finite_difference,
 )
 from gtracer.scopes import RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Once for all optimisers: torch.compile itself tells their tensors apart."""
+    return torch.compile(function, dynamic=False)
 
 
 class TracerOptimizer(PartwiseOptimizer):
@@ -64,7 +70,10 @@ class TracerOptimizer(PartwiseOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         clip: Clip | None = None,
+        compiled: bool = False,
     ) -> None:
+        checks.flag("compiled", compiled)
+        self.compiled = compiled
         if engine is not None:
             checks.choice("engine", engine, ["finite-difference", "exact"])
         checks.number("radius", radius, low=0, open_low=True)
@@ -80,6 +89,7 @@ class TracerOptimizer(PartwiseOptimizer):
         super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
     _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
+    _settings = (*_settings, "compiled")
 
     def _forget(self) -> None:
         super()._forget()
@@ -125,6 +135,10 @@ class TracerOptimizer(PartwiseOptimizer):
         if fresh:
             f |= zip(fresh, initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
         return [f[p] for p in part.params]
+
+    def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same arithmetic, compiled where asked for."""
+        return compiled(function) if self.compiled else function
 
     def _plan(self, slices: list[Slice], due: bool) -> Plan:
         at, self._evaluation = self._evaluation, None
@@ -178,17 +192,16 @@ class TracerOptimizer(PartwiseOptimizer):
         u: list[Tensor] = []
         for part in slices:
             g = [x.detach() for x in part.gradients]
-            v = direction(g, self._average(part), part.knobs["delta"])
-            here = tensors.dot(g, v)  # Σ g²/(f + δ)
-            ratio = here if ratio is None else ratio + here.to(ratio.device)
-            if due:
-                torch._foreach_mul_(v, part.signed_rho)
-                u += v
+            rho = torch.tensor(part.signed_rho, dtype=g[0].dtype) if self.compiled else part.signed_rho
+            here, T = self._run(aimed)(g, self._average(part), part.knobs["delta"], rho)
+            ratio = T if ratio is None else ratio + T.to(ratio.device)
+            u += here
         if not due:
             return Plan(None, ratio)
         params = [p for part in slices for p in part.params]
         gradients = [g for part in slices for g in part.gradients]
-        engine = partial(finite_difference, radius=self.radius, central=self.difference == "central")
+        central = self.difference == "central"
+        engine = partial(finite_difference, radius=self.radius, central=central, run=self._run)
         return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
 
     @property

@@ -55,7 +55,7 @@ class Tracer(TracerOptimizer):
     def _learn(self, slices: list[Slice]) -> None:
         for part in slices:
             f = self._average(part)
-            update_average_(f, part.measured, part.knobs["beta"])
+            self._run(update_average_)(f, part.measured, part.knobs["beta"])
             # Not before the base optimiser's first step: many initialise a state only while it is empty.
             for p, average in zip(part.params, f, strict=True):
                 self.state[p]["f"] = average
