@@ -8,13 +8,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from gtracer import SGDTracer
 
 
-def main(epochs: int = 3) -> float:
+def main(epochs: int = 3, shuffle: bool = True) -> float:
     """Train on made-up data; the last loss."""
     torch.manual_seed(0)
     accelerator = Accelerator()
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
     x = torch.randn(256, 8)
-    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=32, shuffle=True)
+    loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=32, shuffle=shuffle)
     optimizer = SGDTracer(model.parameters(), lr=0.1, momentum=0.9)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(epochs):

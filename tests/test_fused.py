@@ -100,6 +100,12 @@ def test_there_is_no_second_derivative():
         sum(s.square().sum() for s in slopes).backward()
 
 
+def test_without_a_gpu_it_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(LabError, match="NVIDIA GPU, got inputs on cpu"):
+        Fused(pair()[0].cpu(), torch.float32)(torch.zeros(2, 3, 8, 8))
+
+
 @pytest.mark.parametrize("name", ["resnet20-gn", "wrn-28-2"])
 def test_other_networks_are_refused(name):
     with pytest.raises(LabError, match="resnet20"):

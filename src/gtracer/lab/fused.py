@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -19,26 +20,23 @@ PARTS = 44  # of a sum over pixels, for each of the three rows of the weights: 1
 
 
 class Tile(NamedTuple):
-    """How a kernel divides its work: pixels and warps of a program, steps that nine taps take, steps under way."""
+    """How a kernel divides its work: pixels and warps of a program, and how many loads are under way."""
 
     pixels: int
     warps: int
-    steps: int = 0
     stages: int = 1
 
     @property
     def options(self) -> dict[str, int]:
-        own = {"STEPS": self.steps} if self.steps else {}
-        return own | {"BLOCK": self.pixels, "num_warps": self.warps, "num_stages": self.stages}
+        return {"BLOCK": self.pixels, "num_warps": self.warps, "num_stages": self.stages}
 
     def grid(self, pixels: int) -> tuple[int]:
         return (-(-pixels // self.pixels),)
 
 
 # By the channels that are multiplied; measured on an H200.
-CONVOLVE = {16: Tile(256, 4, 9, 3), 32: Tile(128, 4, 9, 3), 64: Tile(64, 4, 9, 3)}
-CONVOLVE_BACK = {16: Tile(256, 4, 9, 3), 32: Tile(128, 4, 9, 3), 64: Tile(64, 4, 9, 3)}
-WEIGHT_GRADIENT = {16: Tile(128, 4, stages=3), 32: Tile(128, 4, stages=3), 64: Tile(64, 8, stages=3)}
+CONVOLVE = {16: Tile(256, 4, 3), 32: Tile(128, 4, 3), 64: Tile(64, 4, 3)}
+WEIGHT_GRADIENT = {16: Tile(128, 4, 3), 32: Tile(128, 4, 3), 64: Tile(64, 8, 3)}
 POINTWISE = Tile(128, 4)
 
 
@@ -105,6 +103,8 @@ class Fused:
                 f"fused kernels take square images whose side divides by 4, got inputs of shape {tuple(x.shape)}: use "
                 "kernels torch"
             )
+        if not (x.is_cuda or os.environ.get("TRITON_INTERPRET")):
+            raise LabError(f"fused kernels need an NVIDIA GPU, got inputs on {x.device}: use kernels torch")
         if self.model.training:
             weights = [p for layer in self.layers for p in (layer.conv.weight, layer.norm.weight, layer.norm.bias)]
             features: Tensor = _Pass.apply(self, x, *weights)  # type: ignore[no-untyped-call]
@@ -241,7 +241,7 @@ class Backward:
     def _convolved(self, d: Tensor, i: int, shortcut: Tensor | None) -> Tensor:
         """From the gradient by the convolution of layer i to that by the norm before it."""
         y, u, layer, below = self.forward.y[i], self.forward.z[i - 1], self.net.layers[i], self.net.layers[i - 1]
-        out, pixels, tile = torch.empty_like(u), u.numel() // layer.inputs, CONVOLVE_BACK[layer.outputs]
+        out, pixels, tile = torch.empty_like(u), u.numel() // layer.inputs, CONVOLVE[layer.outputs]
         came = out if shortcut is None else shortcut
         _kernels().convolve_back[tile.grid(pixels)](
             d, self.forward.weights[layer.weight :], y, u, below.of(self.forward.sums), came, out,

@@ -107,41 +107,36 @@ def add_up(sums, c, values, factors, TOTAL: tl.constexpr):
 
 @triton.jit
 def taps(
-    x, w, origin, here, CK: tl.constexpr, CN: tl.constexpr, SIDE: tl.constexpr, STEPS: tl.constexpr,
-    BACK: tl.constexpr, BLOCK: tl.constexpr,
+    x, w, origin, here, CK: tl.constexpr, CN: tl.constexpr, SIDE: tl.constexpr, BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Σ over nine taps of x, framed and with CK channels, from these origins on, times the weights: CN channels.
 
-    BACK: the weights turned round, from outputs to inputs. In three STEPS a row of taps, which lie side by side in
-    memory, is one product; in nine, each tap is.
+    BACK: the weights turned round, from outputs to inputs.
     """
-    each: tl.constexpr = 9 // STEPS
-    k, n = tl.arange(0, CK if each == 1 else 4 * CK), tl.arange(0, CN)  # tiles are powers of two
-    known = k < each * CK
+    k, n = tl.arange(0, CK), tl.arange(0, CN)
     total = tl.zeros([BLOCK, CN], tl.float32)
-    for step in range(STEPS):
-        along = step * SIDE if each == 3 else step // 3 * SIDE + step % 3
-        value = tl.load(x + (origin + along)[:, None] * CK + k[None, :], mask=here[:, None] & known[None, :], other=0.0)
-        tap = step * each + k // CK
+    for tap in range(9):
+        place = origin + tap // 3 * SIDE + tap % 3
+        value = tl.load(x + place[:, None] * CK + k[None, :], mask=here[:, None], other=0.0)
         if BACK:
-            at = ((8 - tap) * CN)[:, None] * CK + n[None, :] * CK + (k % CK)[:, None]
+            at = (8 - tap) * CK * CN + n[None, :] * CK + k[:, None]
         else:
-            at = (tap * CK + k % CK)[:, None] * CN + n[None, :]
-        weight = tl.load(w + at, mask=known[:, None], other=0.0)
-        total = tl.dot(value, weight, total)
+            at = tap * CK * CN + k[:, None] * CN + n[None, :]
+        total = tl.dot(value, tl.load(w + at), total)
     return total
 
 
 @triton.jit
 def convolve(
     x, w, z, sums, pixels, HI: tl.constexpr, HO: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr,
-    STRIDE: tl.constexpr, STATS: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr, STATS: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z = conv(x), and the sums over z for its norm."""
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = pixel < pixels
     side: tl.constexpr = HI + 2
-    total = taps(x, w, corner(pixel, HO, side, STRIDE), here, CI, CO, side, STEPS, False, BLOCK)
+    total = taps(x, w, corner(pixel, HO, side, STRIDE), here, CI, CO, side, False, BLOCK)
     c = tl.arange(0, CO)
     result = total.to(z.dtype.element_ty)
     tl.store(z + pixel[:, None] * CO + c[None, :], result, mask=here[:, None])
@@ -154,7 +149,7 @@ def convolve(
 def convolve_back(
     d, w, y, u, sums, shortcut, out, slopes, pixels, count, eps,
     H: tl.constexpr, HS: tl.constexpr, CI: tl.constexpr, CO: tl.constexpr, STRIDE: tl.constexpr,
-    RESIDUAL: tl.constexpr, TOTAL: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    RESIDUAL: tl.constexpr, TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """From d, by conv(y), to the gradient by norm(u), where y = relu(norm(u) …); and its sums for that norm.
 
@@ -164,7 +159,7 @@ def convolve_back(
     here = pixel < pixels
     side: tl.constexpr = H + 2
     origin = corner(pixel, H, side, 1)
-    total = taps(d, w, origin, here, CO, CI, side, STEPS, True, BLOCK)
+    total = taps(d, w, origin, here, CO, CI, side, True, BLOCK)
     c = tl.arange(0, CI)
     if RESIDUAL:
         n, i, j = pixel // (H * H), pixel // H % H, pixel % H
@@ -187,7 +182,7 @@ def weight_gradient(
 ):  # fmt: skip
     """A part, of SIZE numbers, of the sum over pixels that is the gradient by one row of the weights."""
     part, row = tl.program_id(0), tl.program_id(1)
-    k, co = tl.arange(0, 4 * CI), tl.arange(0, CO)
+    k, co = tl.arange(0, 4 * CI), tl.arange(0, CO)  # three taps, side by side in memory, in a tile for four
     known = k < 3 * CI
     side: tl.constexpr = HI + 2
     total = tl.zeros([4 * CI, CO], tl.float32)

@@ -8,15 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from gtracer import checks
+from gtracer import checks, tensors
 from gtracer.optim.clip import Clip
 from gtracer.optim.parts import Pool, mean_over_processes, shared
 from gtracer.optim.trial import Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.scopes import PooledStatistics
+from gtracer.tensors import Tensors
 
 PENALTIES = ("whole", "each")
 Parts = list[tuple[float, tuple[Any, ...]]]
@@ -26,23 +27,15 @@ class PartwiseOptimizer(TwoPassOptimizer):
     """A two-pass optimiser whose passes may be taken in parts.
 
     Args:
-        base, defaults, interval, model, nonfinite: As for `TwoPassOptimizer`.
+        *args: As for `TwoPassOptimizer`.
         clip: Bounds for the gradient that makes the update.
+        **kwargs: As for `TwoPassOptimizer`.
     """
 
-    def __init__(
-        self,
-        base: torch.optim.Optimizer,
-        defaults: dict[str, Any],
-        *,
-        interval: int = 1,
-        model: nn.Module | None = None,
-        nonfinite: str = "raise",
-        clip: Clip | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, clip: Clip | None = None, **kwargs: Any) -> None:
         checks.kind("clip", clip, (Clip, type(None)), ", such as gtracer.Clip(norm=1.0)")
         self.clip = clip
-        super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite)
+        super().__init__(*args, **kwargs)
 
     _settings = (*TwoPassOptimizer._settings, "clip")
 
@@ -132,14 +125,10 @@ class PartwiseOptimizer(TwoPassOptimizer):
         return loss
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:
-        for p in self._params():
-            if p.grad is not None:
-                p.grad = p.grad / _scale(scaler, p.device)
+        _multiply([p for p in self._params() if p.grad is not None], lambda one: 1 / scaler.scale(one))
 
     def _scale(self, trial: Trial, scaler: torch.amp.GradScaler) -> None:
-        for p in trial.params:
-            if p.grad is not None:
-                p.grad = p.grad * _scale(scaler, p.device)
+        _multiply(trial.params, scaler.scale)
 
     def _require_finite(self, trial: Trial) -> None:
         if self._scaler is None:  # who looks for itself
@@ -248,9 +237,13 @@ class _Held:
         self._optimizer._clipped_update(trial)
 
 
-def _scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
-    """The scale, without waiting for the device."""
-    return scaler.scale(torch.ones((), device=device))
+def _multiply(params: Tensors, factor: Callable[[Tensor], Tensor]) -> None:
+    """Put multiples in the place of the gradients; the factor is made on the device, and not waited for."""
+    if params:
+        gradients = tensors.clone([p.grad for p in params if p.grad is not None])
+        tensors.scale_(gradients, factor(torch.ones((), device=params[0].device)))
+        for p, gradient in zip(params, gradients, strict=True):
+            p.grad = gradient
 
 
 def _processes() -> int:
