@@ -123,6 +123,13 @@ def test_central_differences_and_intervals(tmp_path):
         assert (found - expected).norm() < 1e-3 * (found - start).norm(), own
 
 
+def test_a_loss_that_takes_the_labels_out_of_the_batch(tmp_path):
+    """As label smoothing does: the second pass finds them again."""
+    found, made = trained(tmp_path, label_smoothing_factor=0.1)
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0
+    assert not torch.equal(found, trained(tmp_path)[0])
+
+
 def test_dropout_masks_are_the_same_in_both_passes(tmp_path):
     """Else the difference of the two gradients is mostly theirs."""
     _, made = trained(tmp_path, model=bert(dropout=0.5), words={"tracer": {"rho": 1e-6, "delta": 0.05}})

@@ -70,8 +70,7 @@ class TracerMixin:
                         self._plain_step(model, inputs, count)
 
     def _plain_step(self, model: nn.Module, inputs: dict[str, Any], count: Any) -> Tensor:
-        # A copy: a loss may take its labels out of the batch.
-        found: Tensor = super().training_step(model, dict(inputs), count)  # type: ignore[misc]
+        found: Tensor = super().training_step(model, inputs, count)  # type: ignore[misc]
         return found
 
     def _two_pass_optimizer(self) -> PartwiseOptimizer:
