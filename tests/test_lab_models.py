@@ -7,7 +7,7 @@ from torch import nn
 from gtracer.lab import language, models, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
-from gtracer.lab.tasks.task import Split
+from gtracer.lab.tasks.task import Split, Task
 
 
 @pytest.mark.parametrize(
@@ -109,6 +109,28 @@ def test_does_an_example_depend_on_its_batch(name, alone):
 def test_depth_and_width():
     model = models.network("mlp", (8, 8), 10, width=32, depth=3)
     assert [tuple(p.shape) for p in model.parameters() if p.ndim == 2] == [(32, 64), (32, 32), (32, 32), (10, 32)]
+
+
+@pytest.mark.parametrize(
+    ("init", "variance"), [("own", lambda i, o: 2 / (9 * o)), ("torch", lambda i, o: 1 / (27 * i))]
+)
+def test_first_weights(init, variance):
+    """He et al. scale by the outputs, torch's default by the inputs; the last layer is torch's in both."""
+    images = Split(torch.zeros(2, 3, 32, 32), *[torch.zeros(2, dtype=torch.long)] * 2)
+    torch.manual_seed(0)
+    model = models.build(Config(model="resnet20", init=init), Task("image", 100, images, images)).model
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            expected = variance(layer.in_channels, layer.out_channels)
+            assert layer.weight.var().item() == pytest.approx(expected, rel=0.25)
+    assert model[-1].weight.abs().max() <= 1 / 8
+    assert model[-1].weight.var().item() == pytest.approx(1 / (3 * 64), rel=0.1)
+
+
+def test_a_text_model_brings_its_own_weights():
+    texts = Split([("a",)], *[torch.zeros(1, dtype=torch.long)] * 2)
+    with pytest.raises(LabError, match="init = 'torch'"):
+        models.build(Config(init="torch"), Task("text", 2, texts, texts))
 
 
 def test_images_only():

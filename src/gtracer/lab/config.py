@@ -14,6 +14,7 @@ from gtracer.lab.errors import LabError, unknown
 
 SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16")
+INITS = ("own", "torch")
 KERNELS = ("torch", "compiled", "fused")
 
 
@@ -44,6 +45,7 @@ class Config:
     )
     width: int = option(256, "units of an mlp's hidden layers")
     depth: int = option(2, "number of an mlp's hidden layers")
+    init: str = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones", INITS)
     optimizer: str = option("sgd-tracer", "one of torch.optim, such as adamw; behind it -tracer, -sam or -asam")
     lr: float = option(0.02, "learning rate")
     momentum: float = option(0.9, "of SGD, and of others that have one")

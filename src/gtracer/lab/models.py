@@ -38,9 +38,14 @@ def build(config: Config, task: Task) -> Built:
     if task.kind == "text":
         from gtracer.lab import language
 
+        if config.init != "own":
+            raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         return language.build(name, task.classes, config.max_length)
     shape = tuple(_tensor(task.train).shape[1:])
-    return Built(network(name, shape, task.classes, config.width, config.depth), _tensor_batches)
+    model = network(name, shape, task.classes, config.width, config.depth)
+    if config.init == "torch":
+        model.apply(_reset_convolution)
+    return Built(model, _tensor_batches)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
@@ -80,6 +85,12 @@ def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
     return layer
+
+
+def _reset_convolution(layer: nn.Module) -> None:
+    """Behind batch norm only the direction of a filter counts, and the shorter it is the faster that turns."""
+    if isinstance(layer, nn.Conv2d):
+        layer.reset_parameters()
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
