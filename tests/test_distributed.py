@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear, normalize
 from torch.nn.parallel import DistributedDataParallel
 
 from gtracer import SAM, AdamWTracer, Clip, SGDTracer
@@ -29,6 +29,18 @@ STEPS, BATCH = 4, 12
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Directed(nn.Linear):
+    """Sees only the direction of its rows."""
+
+    def forward(self, x):
+        return linear(x, normalize(self.weight), self.bias)
+
+
+def directed_network():
+    torch.manual_seed(0)
+    return nn.Sequential(Directed(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def batches():
@@ -54,8 +66,8 @@ def trained(model, opt, rows=slice(None), **words):
     return flat(model.parameters()), flat(averages(opt)) if averages(opt) else torch.zeros(0)
 
 
-def alone(name, **own):
-    model = network()
+def alone(name, make=network, **own):
+    model = make()
     return trained(model, OPTIMIZERS[name](model.parameters(), **own))
 
 
@@ -193,15 +205,15 @@ def test_resuming_on_two_processes(tmp_path):
 # fully_shard.
 
 
-def sharded_network():
-    model = network()
+def sharded_network(make=network):
+    model = make()
     for layer in (model[0], model[2]):
         fully_shard(layer)
     return fully_shard(model)
 
 
-def sharded(rank, name, own):
-    model = sharded_network()
+def sharded(rank, name, own, make=network):
+    model = sharded_network(make)
     opt = OPTIMIZERS[name](model.parameters(), **own)
     found = trained(model, opt, half(rank))
     kept = [value for state in opt.state.values() for key, value in state.items() if key != "step"]
@@ -219,6 +231,14 @@ def test_fully_shard(name):
 def test_fully_shard_with_clipping():
     clip = {"clip": Clip(norm=0.05)}
     agree(together(sharded, "SGDTracer", clip), alone("SGDTracer", **clip))
+
+
+def test_fully_shard_with_directions():
+    """Whole rows are on one process, but not all of them."""
+    own = {"scale_free": True}
+    expected = alone("SGDTracer", directed_network, **own)
+    agree(together(sharded, "SGDTracer", own, directed_network), expected)
+    assert not torch.allclose(expected[0], alone("SGDTracer", directed_network)[0], rtol=1e-3)
 
 
 def half_way(rank, name, folder):

@@ -68,6 +68,7 @@ class Config:
     interval: int = option(1, "make the second pass every so many steps")
     preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
     eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
+    scale_free: bool = option(False, "TRACER: measure weights before batch norm by their direction")
     rho_warmup: float = option(0.0, "share of the steps over which ρ rises to its value")
     epochs: int = option(100, "passes over the training data")
     batch_size: int = option(128, "examples a step")
@@ -98,7 +99,7 @@ class Config:
             checks.kind(name, getattr(self, name), (str, type(None)))
         for name in ("max_length", "width", "depth", "interval", "epochs", "batch_size"):
             checks.count(name, getattr(self, name))
-        for name in ("augment", "nesterov", "preconditioned"):
+        for name in ("augment", "nesterov", "preconditioned", "scale_free"):
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)

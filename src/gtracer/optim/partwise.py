@@ -173,7 +173,7 @@ class PartwiseOptimizer(TwoPassOptimizer):
             pool.join_processes(self._params())
         slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
         trial = pool.trial(slices, own_curvature=own_curvature)
-        trial.conclude()
+        self._conclude(trial)
         return trial.loss, trial
 
     def _evaluate_parts(self, closure: Callable[..., Any], parts: Parts) -> Any:

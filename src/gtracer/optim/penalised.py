@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -24,10 +24,11 @@ from gtracer.curvature import (
     inverse,
     per_example,
 )
-from gtracer.optim import posterior
+from gtracer.optim import directions
 from gtracer.optim.clip import Clip
 from gtracer.optim.parts import split
 from gtracer.optim.partwise import Parts, PartwiseOptimizer
+from gtracer.optim.posterior import PosteriorOptimizer
 from gtracer.optim.stack import Stack, flat, mean_product
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import (
@@ -50,7 +51,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-class TracerOptimizer(PartwiseOptimizer):
+class TracerOptimizer(PosteriorOptimizer):
     """The penalised gradient ∇[L + ρT]; where f is kept is left to the subclass."""
 
     def __init__(
@@ -67,6 +68,7 @@ class TracerOptimizer(PartwiseOptimizer):
         interval: int = 1,
         preconditioned: bool = False,
         eta: float | None = None,
+        scale_free: bool = False,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         clip: Clip | None = None,
@@ -84,12 +86,13 @@ class TracerOptimizer(PartwiseOptimizer):
         checks.kind("model", model, (nn.Module, type(None)))
         self.curvature = chosen(curvature, average, model)
         self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
-        self.preconditioned, self.eta = preconditioned, eta
+        checks.flag("scale_free", scale_free)
+        self.preconditioned, self.eta, self.scale_free = preconditioned, eta, scale_free
         defaults = {**defaults, "f0": f0}
         super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
     _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
-    _settings = (*_settings, "compiled")
+    _settings = (*_settings, "scale_free", "compiled")
 
     def _forget(self) -> None:
         super()._forget()
@@ -118,14 +121,6 @@ class TracerOptimizer(PartwiseOptimizer):
         """Whether F is the square of a gradient (of a batch or micro-batch), so that ∇T is 2 H u."""
         return estimator is gradient_magnitude or isinstance(estimator, MicroBatch)
 
-    def trained(self, p: Tensor) -> bool:
-        """Whether f of this parameter is in the state."""
-        raise NotImplementedError
-
-    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f of parameters that have been trained before."""
-        raise NotImplementedError
-
     def _average(self, part: Slice) -> Tensors:
         """f of these parameters, before this step's update: from the state, or f₀."""
         unknown = [i for i, p in enumerate(part.params) if not self.trained(p)]
@@ -135,6 +130,19 @@ class TracerOptimizer(PartwiseOptimizer):
         if fresh:
             f |= zip(fresh, initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
         return [f[p] for p in part.params]
+
+    def _damped(self, part: Slice) -> tuple[Tensors, float]:
+        """f, and the δ that is still to be added to it."""
+        f, delta = self._average(part), part.knobs["delta"]
+        if not self.scale_free:
+            return f, delta
+        gradients = [g.detach() for g in part.gradients]
+        return [x + d for x, d in zip(f, directions.damping(delta, part.params, gradients), strict=True)], 0.0
+
+    def _conclude(self, trial: Trial) -> None:
+        if self.scale_free and trial.penalty is not None:
+            directions.turn_(trial.penalty, trial.params, trial.gradients)
+        super()._conclude(trial)
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same arithmetic, compiled where asked for."""
@@ -171,7 +179,7 @@ class TracerOptimizer(PartwiseOptimizer):
         ratio: Tensor | None = None
         weights: list[Tensor] = []
         for part in slices:
-            weight = inverse(self._average(part), part.knobs["delta"])
+            weight = inverse(*self._damped(part))
             here = tensors.dot([F[p].detach() for p in part.params], weight)
             ratio = here if ratio is None else ratio + here.to(ratio.device)
             weights += torch._foreach_mul(weight, part.signed_rho)
@@ -193,7 +201,7 @@ class TracerOptimizer(PartwiseOptimizer):
         for part in slices:
             g = [x.detach() for x in part.gradients]
             rho = torch.tensor(part.signed_rho, dtype=g[0].dtype) if self.compiled else part.signed_rho
-            here, T = self._run(aimed)(g, self._average(part), part.knobs["delta"], rho)
+            here, T = self._run(aimed)(g, *self._damped(part), rho)
             ratio = T if ratio is None else ratio + T.to(ratio.device)
             u += here
         if not due:
@@ -293,7 +301,7 @@ class TracerOptimizer(PartwiseOptimizer):
             used = [p for p in group["params"] if p in at]
             F = [at[p][1] for p in used] if own else None
             slices.append(Slice(group, self.knobs(group), used, [at[p][0] for p in used], F))
-        inverses = [inverse(self._average(part), part.knobs["delta"]) for part in slices]
+        inverses = [inverse(*self._damped(part)) for part in slices]
         trial = Trial(slices, Plan(None, squares @ flat([x for part in inverses for x in part])), losses.mean())
         if self.second_pass_due:
             rhos = [torch._foreach_mul(x, part.signed_rho) for x, part in zip(inverses, slices, strict=True)]
@@ -301,7 +309,7 @@ class TracerOptimizer(PartwiseOptimizer):
             with frozen_statistics(self.model), replayed_random(self._random, self._devices()):
                 central = self.difference == "central"
                 trial.penalty = stack.pieces(mean_product(stack, slopes, weights, self.radius, central))
-        trial.conclude()
+        self._conclude(trial)
         return trial.loss, trial
 
     def _note_part(self, share: float) -> None:
@@ -347,40 +355,9 @@ class TracerOptimizer(PartwiseOptimizer):
         if self.eta is not None:
             total = torch._foreach_add(total, part.params, alpha=part.signed_rho / self.eta)
         if self.preconditioned:  # f before its update, as in T
-            total = torch._foreach_mul(total, inverse(self._average(part), part.knobs["delta"]))
+            total = torch._foreach_mul(total, inverse(*self._damped(part)))
         for p, gradient in zip(part.params, total, strict=True):
             p.grad = gradient
-
-    def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> AbstractContextManager[None]:
-        """Weights drawn from the approximate posterior N(w, s (f + δ)⁻¹) for the time of a `with`.
-
-        Args:
-            examples: Size of the training set, for Bayes's posterior: s = 1/examples. Without it s is ρ, the
-                temperature that the penalty was trained with.
-            temperature: A factor on s. Below 1 the posterior is a cold one.
-        """
-        return posterior.sampled_weights(self, examples, temperature)
-
-    def predict(
-        self,
-        model: nn.Module,
-        x: Any,
-        samples: int = 10,
-        *,
-        examples: int | None = None,
-        temperature: float = 1.0,
-        activation: Callable[[Tensor], Tensor] = posterior.probabilities,
-    ) -> Tensor:
-        """The model's prediction for x, averaged over weights drawn from the posterior; in evaluation mode.
-
-        Args:
-            model: Whose weights are optimised here.
-            x: What it is called with (a mapping: its keyword arguments).
-            samples: Number of draws.
-            examples, temperature: As for `sampled_weights`.
-            activation: From the model's output to what is averaged: by default logits to probabilities.
-        """
-        return posterior.predict(self, model, x, samples, examples, temperature, activation)
 
     def _update(self, trial: Trial) -> None:
         super()._update(trial)

@@ -206,14 +206,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                         "zero_grad() right before the first forward pass, it marks where they begin"
                     )
             if trial.displacement is None:
-                trial.conclude()
+                self._conclude(trial)
         self._trial = trial
 
     # The passes.
 
     def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
         loss, trial = self._passes_over(partial(closure, *batch))
-        trial.conclude()
+        self._conclude(trial)
         return loss, trial
 
     def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
@@ -253,7 +253,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "`with opt.perturbed():` before step()"
                 )
             trial = self._begin(None, due=False)
-            trial.conclude()
+            self._conclude(trial)
         elif trial.displacement is not None:
             raise RuntimeError("step() after one of two passes: difference='central' needs a second perturbed() scope")
         return trial
@@ -313,6 +313,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             trial.proceed([torch.zeros_like(p) if p.grad is None else p.grad for p in trial.params])
         # One that enters the loss only there has no gradient in this step.
         self._clear_gradients()
+
+    def _conclude(self, trial: Trial) -> None:
+        trial.conclude()
 
     @contextmanager
     def _all_or_nothing(self, random: RandomState) -> Iterator[None]:

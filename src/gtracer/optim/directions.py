@@ -1,0 +1,46 @@
+"""Weights of which the network sees only the direction: those of a unit before batch norm.
+
+Such a row w of a weight tensor has L(cw) = L(w), so ∇L ⟂ w, ∇L ~ 1/‖w‖ and F ~ 1/‖w‖². Two things follow where nothing
+keeps rows short: a constant δ outgrows f, and the penalty fades; and −∇T has a part along w, which lowers T by
+making rows longer, not by making anything flatter. In the coordinates w/‖w‖ both are gone: F/(f + δ) becomes
+F/(f + δ/‖w‖²), and its gradient has no part along w.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gtracer.tensors import Tensors
+
+# Of a chance cosine, which is about 1/√n: rounding in bfloat16 stays a hundred times below it.
+NEARLY_NONE = 0.1
+
+
+def damping(delta: float, params: Tensors, gradients: Tensors) -> Tensors:
+    """What is added to f: δ/‖w‖² for rows of which only the direction counts, δ for all others."""
+    found = []
+    for p, g in zip(params, gradients, strict=True):
+        constant = torch.full((), delta, dtype=p.dtype, device=p.device)
+        found.append(torch.where(_is_free(p, g), delta / _by_rows(p, p), constant) if p.ndim > 1 else constant)
+    return found
+
+
+def turn_(penalty: Tensors, params: Tensors, gradients: Tensors) -> None:
+    """Take from the penalty's gradient what it has along such rows."""
+    for h, p, g in zip(penalty, params, gradients, strict=True):
+        if p.ndim > 1:
+            along = _by_rows(h, p) / _by_rows(p, p)
+            h.sub_(p * torch.where(_is_free(p, g) & along.isfinite(), along, 0.0))
+
+
+def _is_free(p: Tensor, g: Tensor) -> Tensor:
+    """Whether the gradient stands upright on the rows: then the loss depends on no row's length."""
+    lengths = (_by_rows(p, p) * _by_rows(g, g)).sqrt()
+    cosines = torch.where(lengths > 0, _by_rows(p, g).abs() / lengths, 0.0)
+    return torch.lt(cosines.mean(), NEARLY_NONE * p[0].numel() ** -0.5)
+
+
+def _by_rows(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of rows, in a shape that can be multiplied with them."""
+    return (x * y).sum(tuple(range(1, x.ndim)), keepdim=True)
