@@ -180,13 +180,14 @@ class TestLanguage:
     def test_batches_are_padded_to_their_longest(self, tmp_path):
         built = language.build(str(tiny_bert(tmp_path)), 3, max_length=64)
         batch = built.batches(
-            Split.clean([("good film",), ("the film very very good",), ("bad",)], torch.tensor([0, 1, 2])),
+            Split.clean([("good film",), ("very " * 40,), ("bad",)], torch.tensor([0, 1, 2])),
             torch.device("cpu"),
         )
         short, long = batch(torch.tensor([0, 2])), batch(torch.tensor([2, 1]))
-        assert short["input_ids"].shape == (2, 4)
-        assert long["input_ids"].shape == (2, 7)
-        assert long["attention_mask"].sum(1).tolist() == [3, 7]
+        assert short["input_ids"].shape == (2, 32)
+        assert long["input_ids"].shape == (2, 42)
+        assert short["attention_mask"].sum(1).tolist() == [4, 3]
+        assert long["attention_mask"].sum(1).tolist() == [3, 42]
         assert built.model(long).shape == (2, 3)
 
     def test_pairs_and_truncation(self, tmp_path):

@@ -73,7 +73,7 @@ def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None
     with files.locked(folder, "run"):
         replayed = Replayed(config)
         run = replayed.run
-        record = record or Record(config, environment.describe(run.device, abreast=width))
+        record = record or Record(config, environment.describe(run.device, abreast=width), notes=run.notes)
         if resume and (folder / CHECKPOINT).exists():
             record.take(replayed.load(folder))
         record.write(folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import Batch, Built
-from gtracer.lab.tasks.task import Split, Texts
+from gtracer.lab.tasks.task import Split
+from gtracer.lab.tokens import Tokens, tokens
 
 
 class Classifier(nn.Module):
@@ -26,42 +28,83 @@ class Classifier(nn.Module):
 
 
 def build(name: str, classes: int, max_length: int) -> Built:
-    """Load model and tokenizer; the head is made anew for the task's classes."""
+    """Load model and tokenizer; a head that does not fit the task is made anew."""
     if not name:
         raise LabError("a text task needs --model, a Hugging Face name or folder such as bert-base-uncased")
     try:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        import transformers
     except ModuleNotFoundError as error:
         raise LabError(f"a text task needs {error.name}: pip install 'gtracer-optim[text]'") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32
+    with _quiet(transformers):
+        tokenizer = _loaded(name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name))
+        model, found = _loaded(
+            name,
+            "model",
+            lambda: transformers.AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32, output_loading_info=True
+            ),
         )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LabError(f"model {name!r} could not be loaded: {first}") from error
-    return Built(Classifier(model), batches_with(tokenizer, max_length))
-
-
-def batches_with(tokenizer: Any, max_length: int) -> Callable[[Split, torch.device], Batch]:
-    """Tokenise a split once; pad each batch to its longest text."""
+    _check(name, tokenizer, model, found["missing_keys"])
+    limit = min(max_length, tokenizer.model_max_length, _positions(model))
+    notes: list[str] = list(_about_the_head(name, classes, found))
 
     def batches(split: Split, device: torch.device) -> Batch:
         assert isinstance(split.inputs, list)
-        encoded = encode(tokenizer, split.inputs, max_length)
+        made: Tokens = tokens(tokenizer, split.inputs, limit).to(device)
+        if made.cut:
+            notes.append(f"{made.cut} of {len(split.inputs)} texts are longer than {limit} tokens and were cut")
+        return made
 
-        def batch(rows: Tensor) -> dict[str, Tensor]:
-            chosen = [{key: values[i] for key, values in encoded.items()} for i in rows.tolist()]
-            padded = tokenizer.pad(chosen, return_tensors="pt")
-            return {key: value.to(device) for key, value in padded.items()}
-
-        return batch
-
-    return batches
+    return Built(Classifier(model), batches, notes)
 
 
-def encode(tokenizer: Any, texts: Texts, max_length: int) -> dict[str, list[list[int]]]:
-    columns = [list(column) for column in zip(*texts, strict=True)]
-    limit = min(max_length, tokenizer.model_max_length)
-    return dict(tokenizer(*columns, truncation=True, max_length=limit))
+def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LabError(f"model {name!r} could not be loaded, its {what}: {first}") from error
+
+
+def _check(name: str, tokenizer: Any, model: Any, missing: set[str]) -> None:
+    """Refuse what transformers lets through: an empty tokenizer, one of another model, an encoder without weights."""
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise LabError(f"model {name!r} comes without a tokenizer: put its tokenizer.json or vocab.txt into the folder")
+    if len(tokenizer) > model.config.vocab_size:
+        raise LabError(
+            f"model {name!r} has a tokenizer of {len(tokenizer)} words for a model that knows {model.config.vocab_size}"
+        )
+    encoder = f"{model.base_model_prefix}."
+    if lost := sorted(key for key in missing if key.startswith(encoder) and "pooler" not in key):
+        raise LabError(f"model {name!r} lacks {len(lost)} weights of its encoder, such as {lost[0]}")
+    if tokenizer.pad_token_id is None:
+        raise LabError(f"model {name!r} has a tokenizer without a padding token, which batches of texts need")
+
+
+def _about_the_head(name: str, classes: int, found: dict[str, Any]) -> Iterator[str]:
+    other = [f"{key} of {' × '.join(map(str, theirs))}" for key, theirs, _ in found["mismatched_keys"]]
+    other += [key for key in found["unexpected_keys"] if "position_ids" not in key and "pooler" not in key]
+    if other:
+        yield f"{name} has another task's head ({max(other)}): that for {classes} classes starts anew"
+
+
+def _positions(model: nn.Module) -> int:
+    """How long a text the model itself takes: some count positions from the padding on."""
+    config: Any = model.config
+    places = getattr(config, "max_position_embeddings", None) or 1_000_000
+    return int(places - 2 if config.model_type in ("roberta", "mpnet", "xlm-roberta", "camembert") else places)
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """What there is to say about loading is said here, in a line."""
+    logging = transformers.utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,22 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.tasks.task import Split, Task
 
-# From indices of a split to what the model takes.
-Batch = Callable[[Tensor], Any]
+
+class Batch(Protocol):
+    """From rows of a split to what the model takes. Texts have a width, which images have not."""
+
+    def __call__(self, rows: Tensor, width: int | None = None) -> Any: ...
+
+    def width(self, rows: Tensor) -> int | None:
+        """How wide a batch of these rows is."""
+
+    def sorted(self, rows: Tensor) -> Tensor:
+        """These rows in the order that is cheapest to go through."""
+
+    def grouped(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        """These rows, which come in random order, in batches that are cheap."""
+
+
 # From a number of channels to the layer that normalises them.
 Norm = Callable[[int], nn.Module]
 
@@ -30,6 +44,7 @@ class Built:
 
     model: nn.Module
     batches: Callable[[Split, torch.device], Batch]
+    notes: list[str] = field(default_factory=list)  # what the user should know about them
 
 
 def build(config: Config, task: Task) -> Built:
@@ -45,7 +60,7 @@ def build(config: Config, task: Task) -> Built:
     model = network(name, shape, task.classes, config.width, config.depth)
     if config.init == "torch":
         model.apply(_reset_convolution)
-    return Built(model, _tensor_batches)
+    return Built(model, lambda split, device: Examples(_tensor(split).to(device)))
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
@@ -160,9 +175,23 @@ def _tensor(split: Split) -> Tensor:
     return split.inputs
 
 
-def _tensor_batches(split: Split, device: torch.device) -> Batch:
-    x = _tensor(split).to(device)
-    return lambda rows: x[rows]
+class Examples:
+    """Examples of one shape: any batch of them is as good as another."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __call__(self, rows: Tensor, width: int | None = None) -> Tensor:
+        return self.x[rows]
+
+    def width(self, rows: Tensor) -> None:
+        return None
+
+    def sorted(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def grouped(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
+        return rows
 
 
 def cropped_and_flipped(x: Tensor, generator: torch.Generator | None = None, padding: int = 4) -> Tensor:

@@ -29,6 +29,7 @@ class Record:
             trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.
+        notes: What there was to say about model and data, such as how many texts were cut.
         failure: Why it ended before its last epoch: it diverged, and would again.
     """
 
@@ -37,6 +38,7 @@ class Record:
     curves: dict[str, list[float]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     peak_memory: int = 0
+    notes: list[str] = field(default_factory=list)
     failure: str | None = None
 
     @property
@@ -99,7 +101,7 @@ class Record:
                     raise TypeError(f"{key} is {content[key]!r}")
             curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
             read = cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
-            read.failure = content.get("failure")  # older records have none
+            read.failure, read.notes = content.get("failure"), content.get("notes", [])  # older records have none
             return read
         except (KeyError, TypeError, AttributeError, LabError) as error:
             raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error

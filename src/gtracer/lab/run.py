@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.fused import Fused
 from gtracer.lab.ranks import Ranks
+from gtracer.lab.tasks.task import Split
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
 from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
@@ -27,6 +29,16 @@ IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Examples to evaluate on, in the order in which that is done: those of this process, part by part, and labels."""
+
+    batch: models.Batch
+    parts: list[tuple[Tensor, int | None]]
+    labels: Tensor
+    truth: Tensor
 
 
 class Run:
@@ -61,15 +73,15 @@ class Run:
             self.trained = self.evaluated = Fused(self.model, DTYPES[config.precision])
         if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
             torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
-        self.train_batch, self.test_batch = (built.batches(split, self.device) for split in (task.train, task.test))
-        self.labels, self.truth = task.train.labels.to(self.device), task.train.truth.to(self.device)
-        self.test_labels = task.test.labels.to(self.device)
+        self.train_batch = built.batches(task.train, self.device)
+        self.labels = task.train.labels.to(self.device)
+        self.test = self._reading(built.batches(task.test, self.device), task.test)
         self.holdout = None
         if task.holdout is not None:
-            labels = task.holdout.labels.to(self.device)
-            self.holdout = built.batches(task.holdout, self.device), self._rows(labels), labels
-        self.wrong = (task.train.labels != task.train.truth).nonzero().flatten().to(self.device)
-        self._test_rows = self._rows(self.test_labels)
+            self.holdout = self._reading(built.batches(task.holdout, self.device), task.holdout)
+        wrong = (task.train.labels != task.train.truth).nonzero().flatten()
+        self.wrong = self._reading(self.train_batch, task.train, wrong) if len(wrong) else None
+        self.notes = built.notes
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
         total = self.steps_an_epoch * config.epochs
@@ -83,8 +95,12 @@ class Run:
         self.seconds = 0.0  # spent on this epoch before an interrupt
         self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
 
-    def _rows(self, labels: Tensor) -> Tensor:
-        return torch.arange(len(labels), device=self.device)
+    def _reading(self, batch: models.Batch, split: Split, rows: Tensor | None = None) -> Reading:
+        rows = batch.sorted(torch.arange(len(split.labels)) if rows is None else rows)
+        mine, _ = self.ranks.share(rows)
+        size = EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size
+        parts = [(part.to(self.device), batch.width(part)) for part in torch.split(mine, size)]
+        return Reading(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
 
     def rest_of_epoch(self) -> Iterator[float]:
         """Make the steps that are left of this epoch; after each its loss is given."""
@@ -96,7 +112,8 @@ class Run:
     def order(self) -> Tensor:
         """Of the training examples in this epoch, which has a generator of its own: there is no state to save."""
         own = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
-        return torch.randperm(len(self.labels), generator=own)
+        rows = torch.randperm(len(self.labels), generator=own)
+        return self.train_batch.grouped(rows, self.config.batch_size, own)
 
     def _make_step(self, rows: Tensor) -> float:
         mine, counted = self.ranks.share(rows)
@@ -118,9 +135,9 @@ class Run:
             self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
         return loss
 
-    def batch(self, rows: Tensor) -> tuple[Any, Tensor]:
+    def batch(self, rows: Tensor, width: int | None = None) -> tuple[Any, Tensor]:
         """These training examples, and their labels."""
-        inputs, labels = self.train_batch(rows), self.labels[rows.to(self.device)]
+        inputs, labels = self.train_batch(rows, width), self.labels[rows.to(self.device)]
         return (models.cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs), labels
 
     def require_finite(self, loss: float) -> None:
@@ -170,29 +187,26 @@ class Run:
     def measured(self) -> dict[str, Tensor]:
         """How good the model is: on the test data, on held-out data, and on what was labelled wrongly."""
         self.ranks.as_first(self.model.buffers())
-        logits = self._logits(self.test_batch, self._test_rows)
+        logits = self._logits(self.test)
         found = {
-            "test_accuracy": share_right(logits, self.test_labels),
-            "test_loss": cross_entropy(logits, self.test_labels),
+            "test_accuracy": share_right(logits, self.test.labels),
+            "test_loss": cross_entropy(logits, self.test.labels),
         }
         if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
-            batch, rows, labels = self.holdout
-            found["holdout_accuracy"] = share_right(self._logits(batch, rows), labels)
-        if len(self.wrong):
-            logits = self._logits(self.train_batch, self.wrong)
-            found["memorised"] = share_right(logits, self.labels[self.wrong])
-            found["recovered"] = share_right(logits, self.truth[self.wrong])
+            found["holdout_accuracy"] = share_right(self._logits(self.holdout), self.holdout.labels)
+        if self.wrong is not None:
+            logits = self._logits(self.wrong)
+            found["memorised"] = share_right(logits, self.wrong.labels)
+            found["recovered"] = share_right(logits, self.wrong.truth)
         return found
 
     @torch.no_grad()
-    def _logits(self, batch: models.Batch, rows: Tensor) -> Tensor:
-        """The model's outputs for these rows."""
+    def _logits(self, reading: Reading) -> Tensor:
+        """The model's outputs for these examples."""
         self.model.eval()
-        mine, _ = self.ranks.share(rows)
         with self._precision():
-            parts = torch.split(mine, EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size)
-            outputs = torch.cat([self.evaluated(batch(part)).float() for part in parts])
-        return self.ranks.joined(outputs)[: len(rows)]
+            outputs = torch.cat([self.evaluated(reading.batch(*part)).float() for part in reading.parts])
+        return self.ranks.joined(outputs)[: len(reading.labels)]
 
     # Saving and loading.
 

@@ -40,7 +40,7 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         if record is not None and record.finished:
             return record
         run = Run(config, ranks)
-        record = record or Record(config, environment.describe(run.device, ranks.world))
+        record = record or Record(config, environment.describe(run.device, ranks.world), notes=run.notes)
         with files.locked(folder, "run") if ranks.is_first else nullcontext():
             _train(run, record, folder, watchers, resume)
         return record

@@ -37,6 +37,7 @@ class Bar:
         self._told = time.monotonic()
         self._task = self._progress.add_task("", total=epochs)
         self._accuracy = ""
+        self._noted = 0
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -46,6 +47,9 @@ class Bar:
         self._progress.stop()
 
     def step(self, run: Run, loss: float) -> None:
+        for note in run.notes[self._noted :]:
+            self._console.print(note, highlight=False, soft_wrap=True)
+        self._noted = len(run.notes)
         stats = run.optimizer.stats if isinstance(run.optimizer, TracerOptimizer) else None
         ratio = "" if stats is None else f"  T {stats.trace_ratio:.3g}"
         line = f"{self._accuracy}loss {loss:.3f}{ratio}"

@@ -2,8 +2,9 @@
 
 Such a row w of a weight tensor has L(cw) = L(w), so ∇L ⟂ w, ∇L ~ 1/‖w‖ and F ~ 1/‖w‖². Two things follow where nothing
 keeps rows short: a constant δ outgrows f, and the penalty fades; and −∇T has a part along w, which lowers T by
-making rows longer, not by making anything flatter. In the coordinates w/‖w‖ both are gone: F/(f + δ) becomes
-F/(f + δ/‖w‖²), and its gradient has no part along w.
+making rows longer, not by making anything flatter. In coordinates of the direction, w/‖w‖ in units of the length
+‖w₀‖ that the row had at first, both are gone: F/(f + δ) becomes F/(f + δ ‖w₀‖²/‖w‖²), whose gradient has no part
+along w.
 """
 
 from __future__ import annotations
@@ -17,12 +18,27 @@ from gtracer.tensors import Tensors
 NEARLY_NONE = 0.1
 
 
-def damping(delta: float, params: Tensors, gradients: Tensors) -> Tensors:
-    """What is added to f: δ/‖w‖² for rows of which only the direction counts, δ for all others."""
-    found = []
+def squared_lengths(p: Tensor) -> Tensor:
+    """‖w‖² of the rows."""
+    return _by_rows(p, p)
+
+
+def damping(delta: float, params: Tensors, gradients: Tensors, first: dict[Tensor, Tensor]) -> list[Tensor | float]:
+    """What is added to f: δ ‖w₀‖²/‖w‖² for rows of which only the direction counts, δ for all others.
+
+    Args:
+        delta: δ.
+        params: The weights.
+        gradients: ∇L.
+        first: ‖w₀‖² of the rows, where a step has been made before.
+    """
+    found: list[Tensor | float] = []
     for p, g in zip(params, gradients, strict=True):
-        constant = torch.full((), delta, dtype=p.dtype, device=p.device)
-        found.append(torch.where(_is_free(p, g), delta / _by_rows(p, p), constant) if p.ndim > 1 else constant)
+        if p in first:
+            shorter = first[p] / _by_rows(p, p)
+            found.append(delta * torch.where(_is_free(p, g) & shorter.isfinite(), shorter, 1.0))
+        else:
+            found.append(delta)
     return found
 
 

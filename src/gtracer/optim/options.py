@@ -25,7 +25,8 @@ class Options(TypedDict, total=False):
         preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
         eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         scale_free: Where the network sees only the direction of a unit's weights, as before batch norm, measure T by
-            it: without weight decay a penalty by the weights themselves fades while they grow (default False).
+            it: without weight decay a penalty by the weights themselves fades while they grow. At the first step δ
+            means what it always does (default False).
         model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
         nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
             the numbers, and so wait for the device once a step.

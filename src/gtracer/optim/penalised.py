@@ -44,6 +44,8 @@ from gtracer.penalty import (
 from gtracer.scopes import RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
 
+LENGTHS = "first_lengths"  # in the state: ‖w₀‖² of rows
+
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +139,9 @@ class TracerOptimizer(PosteriorOptimizer):
         if not self.scale_free:
             return f, delta
         gradients = [g.detach() for g in part.gradients]
-        return [x + d for x, d in zip(f, directions.damping(delta, part.params, gradients), strict=True)], 0.0
+        first = {p: self.state[p][LENGTHS] for p in part.params if LENGTHS in self.state.get(p, {})}
+        damping = directions.damping(delta, part.params, gradients, first)
+        return [x + d for x, d in zip(f, damping, strict=True)], 0.0
 
     def _conclude(self, trial: Trial) -> None:
         if self.scale_free and trial.penalty is not None:
@@ -358,6 +362,13 @@ class TracerOptimizer(PosteriorOptimizer):
             total = torch._foreach_mul(total, inverse(*self._damped(part)))
         for p, gradient in zip(part.params, total, strict=True):
             p.grad = gradient
+
+    def _clipped_update(self, trial: Trial) -> None:
+        new = [p for p in trial.params if self.scale_free and p.ndim > 1 and LENGTHS not in self.state.get(p, {})]
+        lengths = [directions.squared_lengths(p) for p in new]
+        super()._clipped_update(trial)
+        for p, length in zip(new, lengths, strict=True):  # as with f: not before the base's first step
+            self.state[p][LENGTHS] = length
 
     def _update(self, trial: Trial) -> None:
         super()._update(trial)
