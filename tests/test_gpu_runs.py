@@ -55,8 +55,8 @@ def test_augmentation_draws_anew_in_every_replay(tmp_path):
     drawn = []
     original = replayed.run.batch
 
-    def batch(rows):
-        inputs, labels = original(rows)
+    def batch(rows, width):
+        inputs, labels = original(rows, width)
         drawn.append(inputs)  # the graph's own memory: what a replay leaves there
         return inputs, labels
 
@@ -74,3 +74,25 @@ def test_augmentation_draws_anew_in_every_replay(tmp_path):
     assert [event.failure for event in Abreast(1)([(config, tmp_path / "c")]) if event.ended] == [None]
     together, alone = (Record.read(tmp_path / name).curves["train_loss"] for name in "ac")
     assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_texts_side_by_side(tmp_path):
+    """With dropout, whose masks are the same in both passes and in the plain run, and widths that change."""
+    texts = pytest.importorskip("test_tokens")
+    base = replace(texts.config(tmp_path), device="cuda", epochs=6)
+    configs = [
+        base,
+        replace(base, optimizer="adamw", rho=None),
+        replace(base, optimizer="adamw-sam", rho=0.05, seed=1),
+        replace(base, optimizer="sgd-tracer", lr=0.05, seed=2, precision="bf16"),
+    ]
+    cells = [(config, tmp_path / "together" / config.folder) for config in configs]
+    ends = {event.config: event.failure for event in Abreast(4)(cells) if event.ended}
+    assert ends == dict.fromkeys(configs)
+    for config, folder in cells:
+        plain = train(config, tmp_path / "plain" / config.folder, [])
+        found = Record.read(folder).curves
+        tolerance = 2e-2 if config.precision == "bf16" else 2e-3
+        assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=tolerance)
+        if "penalty_ratio" in found:  # other masks would make it many times larger
+            assert found["penalty_ratio"] == pytest.approx(plain.curves["penalty_ratio"], rel=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -138,9 +139,31 @@ def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[
 
     So dropout masks agree between the passes of one step.
     """
+    twin = twin_of_capture.get()
+    if twin is not None and is_capturing():
+        with drawing_from(twin):
+            yield
+        return
     after = RandomState(devices)
     state.restore()
     try:
         yield
     finally:
         after.restore()
+
+
+# A graph cannot go back in its random numbers. But while one is captured, a second pass can draw from a twin of the
+# device's generator: where both start a replay at the same place, so do the two passes. Set by who captures.
+twin_of_capture: ContextVar[torch.Generator | None] = ContextVar("twin_of_capture", default=None)
+
+
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Let everything on this CUDA device draw from a generator of one's own; a graph may be under capture."""
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    everybodys = default.graphsafe_get_state()
+    default.graphsafe_set_state(generator)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(everybodys)

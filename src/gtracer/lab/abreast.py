@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gtracer.lab.run import CHECKPOINT, Run, device_of
 from gtracer.lab.train import record_in
 from gtracer.lab.workers import Cell, Event, told
 from gtracer.optim.two_pass import TwoPassOptimizer
+from gtracer.scopes import drawing_from, twin_of_capture
 
 WIDTH = 8
 TURN = 8  # steps that a run hands to the device before the next one's turn
@@ -120,12 +122,12 @@ class Replayed:
         _refuse_what_cannot_be_replayed(config)
         device = device_of(config.device)
         self.rate = torch.tensor(config.lr, device=device)
-        self.run = Run(config, lr=self.rate, fused=True)
+        self.run = Run(config, lr=self.rate, **_own_arguments(config, device))
         # Its own random numbers: those of the device are everybody's.
         self.run.generator = torch.Generator(device).manual_seed(config.seed)
         if isinstance(self.run.optimizer, TwoPassOptimizer):
             self.run.optimizer.nonfinite = "ignore"  # at the end of the epoch is early enough
-        self.lane = Lane(device, self.run.generator)
+        self.lane = Lane(device, self.run.generator, config.seed)
         size, n = config.batch_size, len(self.run.labels)
         self.sizes = [size] * (n // size) + [n % size] * (n % size > 0)
         total = len(self.sizes) * config.epochs
@@ -137,23 +139,24 @@ class Replayed:
 
     def rest_of_epoch(self) -> Generator[None]:
         """Hand the steps that are left of this epoch to the device, with a pause for others now and then."""
-        run = self.run
+        run, order = self.run, self.run.order()
+        widths = [run.train_batch.width(rows) for rows in torch.split(order, run.config.batch_size)]
         with self.lane.active():
-            self.order.copy_(run.order(), non_blocking=True)
+            self.order.copy_(order, non_blocking=True)
             self.place.fill_(run.step * run.config.batch_size)
             self.count.fill_(run.epoch * len(self.sizes) + run.step)
             self.sums.copy_(torch.tensor(list(run.sums.values()), dtype=torch.float64))
-        for size in self.sizes[run.step :]:
-            self.lane.do(size, lambda size=size: self._step(size))  # type: ignore[misc]
+        for shape in list(zip(self.sizes, widths, strict=True))[run.step :]:
+            self.lane.do(shape, partial(self._step, *shape))
             run.step += 1
             if run.step % TURN == 0:
                 yield
 
-    def _step(self, size: int) -> Tensor:
+    def _step(self, size: int, width: int | None) -> Tensor:
         run = self.run
         run.model.train()
         rows = self.order.index_select(0, self.place + self.counting[:size])
-        inputs, labels = run.batch(rows)
+        inputs, labels = run.batch(rows, width)
         self.rate.copy_(self.table.index_select(0, self.count).reshape(()))
         loss = run.update(inputs, labels, size)
         stats = run.optimizer.stats if isinstance(run.optimizer, TwoPassOptimizer) else None
@@ -187,11 +190,13 @@ class Replayed:
         self.lane.wait()
         if self.run.step:
             self._account(self.sums.tolist())
-        self.run.save(folder, results)
+        with self.lane.active():
+            self.run.save(folder, results)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on where `save` left off; gives the results it was handed."""
-        results = self.run.load(folder)
+        with self.lane.active():
+            results = self.run.load(folder)
         for group in self.run.optimizer.param_groups:  # a checkpoint brings a tensor of its own
             self.rate.copy_(torch.as_tensor(group["lr"]))
             group["lr"] = self.rate
@@ -199,23 +204,37 @@ class Replayed:
 
 
 class Lane:
-    """A stream of the device, and what was recorded on it."""
+    """A stream of the device with random numbers of its own, and what was recorded on it."""
 
-    def __init__(self, device: torch.device, generator: torch.Generator) -> None:
+    def __init__(self, device: torch.device, generator: torch.Generator, seed: int) -> None:
         self._on_gpu = device.type == "cuda"
-        self._generator = generator
         self._done: dict[Any, Any] = {}
         self._graphs: dict[Any, Any] = {}
+        # As in a run alone: dropout draws from the device's generator, which starts from the seed.
+        self._drawn = torch.Generator(device).manual_seed(seed)
         if self._on_gpu:
+            self._twin = self._drawn.clone_state()
+            self._generators = (generator, self._drawn, self._twin)
             self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._stream.wait_stream(torch.cuda.current_stream(device))
             self._pool = torch.cuda.graph_pool_handle()
 
-    def active(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._on_gpu else nullcontext()
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Work on this stream, with these random numbers."""
+        if self._on_gpu:
+            with torch.cuda.stream(self._stream), drawing_from(self._drawn):
+                yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._drawn.get_state())
+            yield
+            self._drawn.set_state(torch.get_rng_state())
 
     def do(self, name: Any, action: Callable[[], Any]) -> Any:
         """Do it; the first time as it is, from the second on as a recorded graph. Gives what it gives."""
+        if self._on_gpu:  # what was done as it is has moved only one of the two
+            self._twin.set_state(self._drawn.get_state())
         with self.active():
             if not self._on_gpu or name not in self._done:
                 self._done[name] = action()
@@ -227,10 +246,15 @@ class Lane:
 
     def _recorded(self, action: Callable[[], Any]) -> tuple[Any, Any]:
         graph = torch.cuda.CUDAGraph()
-        graph.register_generator_state(self._generator)
-        # Other runs may allocate while this one is recorded: only this thread's mistakes count.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            made = action()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        token = twin_of_capture.set(self._twin)
+        try:
+            # Other runs may allocate while this one is recorded: only this thread's mistakes count.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                made = action()
+        finally:
+            twin_of_capture.reset(token)
         return graph, made
 
     def read(self, numbers: Tensor) -> Generator[None, None, list[float]]:
@@ -251,13 +275,19 @@ class Lane:
             self._stream.synchronize()
 
 
+def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
+    """Those of torch's optimiser that let a step be recorded: one that counts has to count on the device."""
+    base, scheme = optimizers.parsed(config.optimizer)
+    counts = {"capturable": device.type == "cuda"} if base != "sgd" else {}
+    return counts if scheme == "tracer" and base != "sgd" else counts | {"fused": True}
+
+
 def _refuse_what_cannot_be_replayed(config: Config) -> None:
     base, _ = optimizers.parsed(config.optimizer)
     reasons = {
-        f"optimizer {config.optimizer!r} counts its steps on the CPU": base != "sgd",
+        f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),
         f"interval = {config.interval} counts steps on the CPU": config.interval != 1,
         "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
-        "a text's length differs from batch to batch": config.task in ("boolq", "wic", "rte"),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise LabError(f"cannot be trained side by side with others: {'; '.join(found)}; use --engine local")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gtracer import checks, tensors
+from gtracer import checks, scopes, tensors
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import NONFINITE, check_loss
@@ -233,9 +233,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _check_capture(self) -> None:
         """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
+        one_further_pass = getattr(self, "difference", "") != "central"
+        redrawn = bool(self._draws) and not (one_further_pass and scopes.twin_of_capture.get() is not None)
         reasons = {
             "make a step first, so that all state exists": self._draws is None,
-            "its passes draw random numbers (dropout), which a graph draws anew": self._draws,
+            "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
             f"interval = {self.interval} counts steps outside of the graph, set it to 1": self.interval != 1,
             f"nonfinite = {self.nonfinite!r} looks at the numbers, set it to 'ignore'": self.nonfinite != "ignore",
             f"{type(self).__name__} counts steps outside of the graph, pass capturable=True": not self._capturable,
