@@ -1,5 +1,6 @@
 """Texts as numbers, and a tiny BERT that is trained on them."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -138,6 +139,13 @@ def test_the_models_own_limit_counts(tmp_path):
 
 
 class TestModelFolders:
+    def test_beside_the_data(self, tmp_path):
+        """By the name it has on the hub, which is the same on every machine."""
+        tiny_bert(tmp_path / "data" / "me" / "bert")
+        task = films(tmp_path / "data")
+        run = Run(Config(task=task, data=str(tmp_path / "data"), model="me/bert", optimizer="adamw"))
+        assert run.model.model.config.hidden_size == 16
+
     def test_without_a_tokenizer(self, tmp_path):
         """transformers makes one that knows no word."""
         folder = tiny_bert(tmp_path)
@@ -219,3 +227,34 @@ def test_cut_and_resumed_with_dropout(tmp_path):
     events.close()
     assert [e.failure for e in Abreast(1)([(c, tmp_path / "cut")]) if e.ended] == [None]
     assert Record.read(tmp_path / "cut").curves["train_loss"] == pytest.approx(straight.curves["train_loss"], rel=1e-3)
+
+
+def test_hugging_faces_trainer_makes_the_same_steps(tmp_path):
+    """The lab's loop and `TracerTrainer`, on the same batches: the same losses and weights, step for step."""
+    pytest.importorskip("accelerate")
+    from gtracer.integrations.transformers import TracerTrainer
+
+    run = Run(replace(config(tmp_path), epochs=2))
+    start, losses, batches = copy.deepcopy(run.model.model), [], []
+    for layer in [*run.model.modules(), *start.modules()]:
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+    while run.epoch < 2:
+        batches += [run.batch(rows) for rows in torch.split(run.order(), 8)]
+        losses += list(run.rest_of_epoch())
+        run.finish_epoch()
+
+    class Trainer(TracerTrainer):
+        def get_train_dataloader(self):
+            return [inputs | {"labels": labels} for inputs, labels in batches]
+
+    words = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    words |= {"num_train_epochs": 1, "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True}
+    arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), disable_tqdm=True, **words)
+    trainer = Trainer(model=start, args=arguments, tracer={"rho": 0.003, "delta": 0.01})
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == len(losses) == 12
+    assert logged == pytest.approx(losses, abs=1e-4)
+    for ours, theirs in zip(run.model.model.parameters(), start.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gtracer.lab import tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.tasks.task import Split, Task
@@ -55,7 +56,9 @@ def build(config: Config, task: Task) -> Built:
 
         if config.init != "own":
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
-        return language.build(name, task.classes, config.max_length)
+        beside = tasks.folder(config) / name  # a copy beside the data goes by the same name on every machine
+        local = bool(name) and (beside / "config.json").is_file()
+        return language.build(str(beside) if local else name, task.classes, config.max_length)
     shape = tuple(_tensor(task.train).shape[1:])
     model = network(name, shape, task.classes, config.width, config.depth)
     if config.init == "torch":
