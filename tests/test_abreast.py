@@ -25,6 +25,8 @@ RUNS = [
     replace(SMALL, optimizer="sgd-tracer", rho=0.003, engine="exact", model="mlp-ln", holdout=0.2),
     replace(SMALL, optimizer="adamw-tracer", rho=0.003, lr=1e-3, weight_decay=0.01),
     replace(SMALL, optimizer="adam-sam", rho=0.05, lr=1e-3),
+    replace(SMALL, optimizer="sgd-tracer", rho=0.003, interval=4, reuse=0.5),
+    replace(SMALL, optimizer="sgd-tracer", rho=0.003, reuse="previous"),
 ]
 
 
@@ -125,7 +127,6 @@ def test_as_the_engine_of_a_sweep(tmp_path):
     ("change", "message"),
     [
         ({"optimizer": "rmsprop-tracer"}, "optimizer 'rmsprop-tracer' counts its steps on the CPU"),
-        ({"interval": 2}, "interval = 2 counts steps on the CPU"),
         ({"rho_warmup": 0.1}, "rho_warmup changes ρ on the CPU"),
     ],
 )

@@ -20,7 +20,7 @@ from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run, device_of
 from gtracer.lab.train import record_in
 from gtracer.lab.workers import Cell, Event, told
-from gtracer.optim.two_pass import TwoPassOptimizer
+from gtracer.optim.two_pass import STEP, TwoPassOptimizer
 from gtracer.scopes import drawing_from, twin_of_capture
 
 WIDTH = 8
@@ -127,6 +127,7 @@ class Replayed:
         self.run.generator = torch.Generator(device).manual_seed(config.seed)
         if isinstance(self.run.optimizer, TwoPassOptimizer):
             self.run.optimizer.nonfinite = "ignore"  # at the end of the epoch is early enough
+            self.run.optimizer.phases = config.interval
         self.lane = Lane(device, self.run.generator, config.seed)
         size, n = config.batch_size, len(self.run.labels)
         self.sizes = [size] * (n // size) + [n % size] * (n % size > 0)
@@ -147,10 +148,20 @@ class Replayed:
             self.count.fill_(run.epoch * len(self.sizes) + run.step)
             self.sums.copy_(torch.tensor(list(run.sums.values()), dtype=torch.float64))
         for shape in list(zip(self.sizes, widths, strict=True))[run.step :]:
-            self.lane.do(shape, partial(self._step, *shape))
+            done = self._count()
+            self.lane.do((*shape, done % run.config.interval), partial(self._step, *shape))
             run.step += 1
             if run.step % TURN == 0:
                 yield
+
+    def _count(self) -> int:
+        """How many steps are made; the optimiser is told, since a replay does not count."""
+        run = self.run
+        done = run.epoch * len(self.sizes) + run.step
+        if isinstance(run.optimizer, TwoPassOptimizer):
+            for group in run.optimizer.param_groups:
+                group[STEP] = done
+        return done
 
     def _step(self, size: int, width: int | None) -> Tensor:
         run = self.run
@@ -181,7 +192,7 @@ class Replayed:
         """What the run itself would have counted in so many steps."""
         run = self.run
         run.sums = dict(zip(run.sums, sums, strict=True))
-        done = run.epoch * len(self.sizes) + run.step
+        done = self._count()
         self.rate.copy_(self.table[done])
         run.schedule.load_state_dict(run.schedule.state_dict() | {"last_epoch": done, "_step_count": done + 1})
 
@@ -286,7 +297,6 @@ def _refuse_what_cannot_be_replayed(config: Config) -> None:
     base, _ = optimizers.parsed(config.optimizer)
     reasons = {
         f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),
-        f"interval = {config.interval} counts steps on the CPU": config.interval != 1,
         "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

@@ -66,6 +66,9 @@ class Config:
     radius: float | None = option(None, "displacement of TRACER's finite difference")
     difference: str | None = option(None, "TRACER's: forward or central")
     interval: int = option(1, "make the second pass every so many steps")
+    reuse: str | float | None = option(
+        None, "TRACER's for less: previous (one pass in all), or a factor on the last penalty between two intervals"
+    )
     preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
     eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
     scale_free: bool = option(False, "TRACER: measure weights before batch norm by their direction")

@@ -22,6 +22,8 @@ class Options(TypedDict, total=False):
         radius: Length of the finite difference's displacement (default 0.05).
         difference: `"forward"` (default): one further pass. `"central"`: two, with the error squared.
         interval: Penalise every so many steps (default 1).
+        reuse: Penalise for less. A number: between two such steps use the last ρ∇T again, times this every step.
+            `"previous"`: one pass in all, displaced by the step before (default None).
         preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
         eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         scale_free: Where the network sees only the direction of a unit's weights, as before batch norm, measure T by
@@ -42,6 +44,7 @@ class Options(TypedDict, total=False):
     radius: float
     difference: str
     interval: int
+    reuse: float | str | None
     preconditioned: bool
     eta: float | None
     scale_free: bool

@@ -25,10 +25,10 @@ from gtracer.curvature import (
     per_example,
 )
 from gtracer.optim import directions
+from gtracer.optim.amortised import AmortisedOptimizer, check_reuse
 from gtracer.optim.clip import Clip
 from gtracer.optim.parts import split
 from gtracer.optim.partwise import Parts, PartwiseOptimizer
-from gtracer.optim.posterior import PosteriorOptimizer
 from gtracer.optim.stack import Stack, flat, mean_product
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import (
@@ -53,7 +53,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-class TracerOptimizer(PosteriorOptimizer):
+class TracerOptimizer(AmortisedOptimizer):
     """The penalised gradient ∇[L + ρT]; where f is kept is left to the subclass."""
 
     def __init__(
@@ -71,6 +71,7 @@ class TracerOptimizer(PosteriorOptimizer):
         preconditioned: bool = False,
         eta: float | None = None,
         scale_free: bool = False,
+        reuse: float | str | None = None,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         clip: Clip | None = None,
@@ -90,11 +91,13 @@ class TracerOptimizer(PosteriorOptimizer):
         self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
         checks.flag("scale_free", scale_free)
         self.preconditioned, self.eta, self.scale_free = preconditioned, eta, scale_free
+        check_reuse(reuse, interval, self.curvature.is_default and self.engine == "finite-difference")
+        self.reuse = reuse
         defaults = {**defaults, "f0": f0}
         super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
     _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
-    _settings = (*_settings, "scale_free", "compiled")
+    _settings = (*_settings, "scale_free", "reuse", "compiled")
 
     def _forget(self) -> None:
         super()._forget()
@@ -134,7 +137,6 @@ class TracerOptimizer(PosteriorOptimizer):
         return [f[p] for p in part.params]
 
     def _damped(self, part: Slice) -> tuple[Tensors, float]:
-        """f, and the δ that is still to be added to it."""
         f, delta = self._average(part), part.knobs["delta"]
         if not self.scale_free:
             return f, delta

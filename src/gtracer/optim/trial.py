@@ -33,8 +33,13 @@ class Slice:
     @property
     def signed_rho(self) -> float:
         """ρ; negative where torch's `maximize` will flip the sign of the total."""
-        rho: float = self.knobs["rho"]
-        return -rho if self.group.get("maximize") else rho
+        return signed_rho(self.group, self.knobs)
+
+
+def signed_rho(group: dict[str, Any], knobs: dict[str, Any]) -> float:
+    """ρ of a group; negative where torch's `maximize` will flip the sign of the total."""
+    rho: float = knobs["rho"]
+    return -rho if group.get("maximize") else rho
 
 
 @dataclass
@@ -62,6 +67,7 @@ class Trial:
         self.penalty: Tensors | None = None
         self.stats: Stats | None = None
         self.penalised = plan.passes is not None
+        self.renewed = False  # whether the penalty is this step's own
         self._passes = plan.passes
         if self._passes is not None:
             self.proceed(None)

@@ -238,7 +238,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         reasons = {
             "make a step first, so that all state exists": self._draws is None,
             "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
-            f"interval = {self.interval} counts steps outside of the graph, set it to 1": self.interval != 1,
+            f"interval = {self.interval} counts steps outside of the graph, set it to 1": self.interval != self.phases,
             f"nonfinite = {self.nonfinite!r} looks at the numbers, set it to 'ignore'": self.nonfinite != "ignore",
             f"{type(self).__name__} counts steps outside of the graph, pass capturable=True": not self._capturable,
         }
@@ -261,10 +261,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return trial
 
     def _is_empty_step(self) -> bool:
-        """Whether all gradients are zero, and so the penalty's is.
-
-        So torch.distributed.checkpoint lets an optimiser make its state, to have somewhere to load into.
-        """
+        """Whether all gradients are zero: so torch.distributed.checkpoint lets an optimiser make its state."""
         gradients = [p.grad for p in self._params() if p.grad is not None]
         return bool(gradients) and not any(g.any() for g in tensors.local(gradients))
 
@@ -370,6 +367,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return params
 
     _capturable = True
+    phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
     _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite", "_keys")
 
     def __getstate__(self) -> dict[str, Any]:

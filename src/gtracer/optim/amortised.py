@@ -1,0 +1,95 @@
+"""Penalties for less than a second pass: kept from step to step, or paid out of the one pass that there is.
+
+`reuse` a number: between the steps that make the second pass (`interval`) the last ρ∇T is used again, less of it every
+step. `reuse="previous"`: one pass in all, at w + 2u with u = ρ∇L/(f + δ) of the step before, since ∇L(w + 2u) ≈
+∇L + 2Hu = ∇L + ρ∇T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from gtracer import checks
+from gtracer.optim.posterior import PosteriorOptimizer
+from gtracer.optim.trial import Slice, Trial, signed_rho
+from gtracer.optim.two_pass import STEP
+from gtracer.penalty import direction
+from gtracer.scopes import displaced
+from gtracer.tensors import Tensors
+
+PREVIOUS = "previous"
+LAST = "last_penalty"  # in the state: ρ∇T of the last step that made a second pass
+AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
+
+
+def check_reuse(reuse: float | str | None, interval: int, first_order: bool) -> None:
+    """Refuse what cannot be reused."""
+    if reuse is None:
+        return
+    if isinstance(reuse, str):
+        checks.choice("reuse", reuse, [PREVIOUS])
+        if interval != 1:
+            raise ValueError(f"reuse = 'previous' makes one pass in every step: leave interval = {interval} out")
+        if not first_order:
+            raise ValueError("reuse = 'previous' is for curvature=gradient_magnitude and engine='finite-difference'")
+        return
+    checks.number("reuse", reuse, low=0, high=1)
+    if interval == 1:
+        raise ValueError(f"reuse = {reuse} is for the steps between two penalties: set interval to 2 or more")
+
+
+class AmortisedOptimizer(PosteriorOptimizer):
+    """An optimiser that may reuse what its last steps have found."""
+
+    reuse: float | str | None = None
+
+    def _damped(self, part: Slice) -> tuple[Tensors, float]:
+        """f, and the δ that is still to be added to it."""
+        raise NotImplementedError
+
+    @property
+    def second_pass_due(self) -> bool:
+        """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
+        return self.reuse != PREVIOUS and super().second_pass_due
+
+    def _first_pass(self, closure: Callable[[], Any]) -> Any:
+        if self.reuse != PREVIOUS:
+            return super()._first_pass(closure)
+        known = [(g, p) for g in self.param_groups for p in g["params"] if AHEAD in self.state.get(p, {})]
+        steps = [2 * signed_rho(group, self.knobs(group)) * self.state[p][AHEAD] for group, p in known]
+        with displaced([p for _, p in known], steps) if known else nullcontext():
+            return super()._first_pass(closure)
+
+    def _passes_made(self) -> Trial:
+        if self.reuse == PREVIOUS:
+            raise RuntimeError("step() without a closure: reuse='previous' displaces the weights itself, step(closure)")
+        return super()._passes_made()
+
+    def _conclude(self, trial: Trial) -> None:
+        trial.renewed = trial.penalty is not None
+        if not trial.renewed and isinstance(self.reuse, float | int):
+            self._use_again(trial, self.reuse)
+        super()._conclude(trial)
+
+    def _use_again(self, trial: Trial, decay: float) -> None:
+        if all(LAST in self.state.get(p, {}) for p in trial.params) and trial.params:
+            passed = self.param_groups[0][STEP] % self.interval
+            trial.penalty = torch._foreach_mul([self.state[p][LAST] for p in trial.params], decay**passed)
+
+    def _clipped_update(self, trial: Trial) -> None:
+        found: dict[str, Tensors] = {}
+        if isinstance(self.reuse, float | int) and trial.renewed:
+            found[LAST] = torch._foreach_sub([p.grad for p in trial.params if p.grad is not None], trial.gradients)
+        super()._clipped_update(trial)
+        if self.reuse == PREVIOUS:
+            found[AHEAD] = [v for part in trial.slices for v in direction(part.gradients, *self._damped(part))]
+        for name, values in found.items():
+            for p, value in zip(trial.params, values, strict=True):
+                if name in self.state[p]:  # where a captured step will look for it again
+                    self.state[p][name].copy_(value)
+                else:
+                    self.state[p][name] = value
