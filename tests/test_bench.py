@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab import bench, pace
+from gtracer.lab import bench, costs, pace
 from gtracer.lab.errors import LabError
 
 CPU = torch.device("cpu")
@@ -32,6 +33,59 @@ def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, 
         ratios = [f"{time / seconds[base]:.2f}" for base in (bench.BASE, bench.EXACT)]
         assert cells == [name, f"{time * 1e3:.1f}", f"{time * 1e3:.1f} – {time * 1e3:.1f}", *ratios, "3"]
     assert result["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
+    """Every row over its own base; memory in copies of the weights."""
+    memory = iter(range(1_000_000, 100_000_000, 1_000_000))
+    monkeypatch.setattr(costs, "peak", lambda step, device, state: next(memory))
+    monkeypatch.setenv("COLUMNS", "140")
+    out = tmp_path / "steps.json"
+    words = ["bench", "steps", "--model", "transformer", "--rounds", "1", "--batch-size", "2", "--precision", "bf16"]
+    assert cli.main([*words, "--device", "cpu", "--out", str(out)]) == 0
+    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    assert set(result["seconds"]) >= {"SGD", "AdamW", "SGD-SAM", "SGD-TRACER", "SGD-TRACER, exact", "AdamW-TRACER"}
+    assert set(result["peers"]) == {package for module, package in costs.PEERS.items() if find_spec(module)}
+    for name, (seconds,) in result["seconds"].items():
+        row = next(line for line in printed.splitlines() if f" {name} " in line)
+        cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+        base = result["over"][name]
+        more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
+        ratio = seconds / result["seconds"][base][0]
+        assert (cells[0], cells[1], *cells[3:]) == (name, f"{seconds * 1e3:.1f}", f"{ratio:.2f}", f"{more:+.1f}")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("SGD", 1), ("SGD-SAM", 2), ("SGD-TRACER", 2), ("SGD-TRACER, every 8th, reused", 9), ("AdamW-TRACER", 2)],
+)
+def test_a_row_makes_the_passes_that_it_should(name, expected):
+    """And the encoder's size is what it says."""
+    row, passes = costs.rows(CPU, twice=False)[name], []
+    step, net = costs.build(row, "resnet20", 2, CPU, "fp32")
+    net.register_forward_hook(lambda *_: passes.append(1))
+    step()
+    assert len(passes) == expected
+
+
+def test_the_encoders_size():
+    with torch.device("meta"):
+        net = bench.Transformer(30_522, 256, 768, 12, heads=12, twice=False)
+    assert sum(p.numel() for p in net.parameters()) == pytest.approx(109e6, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["SAM of pytorch_optimizer", "IVON", "AdamW, schedule-free"])
+def test_peers_train(name):
+    """Where they are installed, their step moves the weights, and not far."""
+    compared = costs.rows(CPU, twice=False)
+    if name not in compared:
+        pytest.skip("not installed")
+    step, net = costs.build(compared[name], "transformer", 4, CPU, "fp32")
+    before = torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+    step()
+    moved = torch.nn.utils.parameters_to_vector(net.parameters()).detach() - before
+    assert 0 < moved.abs().max() < 1
 
 
 def test_runs_side_by_side(tmp_path, capsys, monkeypatch):

@@ -104,12 +104,12 @@ def finite_difference(
     The error is O(radius), with `central` O(radius²). The direction and the gradients that are
     sent in are overwritten, so that no further copy of the weights is needed. `run` may compile the arithmetic.
     """
-    displacement = list(direction)
-    length = run(_shorten_)(displacement, radius)
-    ahead = yield displacement
+    length = run(_shorten_)(direction, radius)
+    # Whoever displaces the weights empties the list, which then holds no memory any more.
+    ahead = yield list(direction) if central else direction
     if central:
-        torch._foreach_neg_(displacement)
-        behind: Tensors = yield displacement
+        torch._foreach_neg_(direction)
+        behind: Tensors = yield direction
     else:
         behind = gradients
     run(_subtract_)(ahead, behind, length / radius if central else 2 * length / radius)

@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,16 @@ BASE, EXACT = "gradient_magnitude", "gradient_magnitude, exact"
 
 
 class Attention(nn.Module):
-    """Self-attention of linear layers, by the back end that can be differentiated twice."""
+    """Self-attention of linear layers; `twice` by the back end that can be differentiated twice."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, twice: bool) -> None:
         super().__init__()
         self.heads, self.mixed, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.twice = twice
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.mixed(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH) if self.twice else nullcontext():
             mixed = functional.scaled_dot_product_attention(q, k, v)
         found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return found
@@ -53,11 +55,20 @@ class Attention(nn.Module):
 class Transformer(nn.Module):
     """A small classifier of token sequences: layer norm first, learnt positions."""
 
-    def __init__(self, words: int = 1000, length: int = 32, width: int = 128, layers: int = 2) -> None:
+    def __init__(
+        self,
+        words: int = 1000,
+        length: int = 32,
+        width: int = 128,
+        layers: int = 2,
+        *,
+        heads: int = 4,
+        twice: bool = True,
+    ) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
         self.attentions = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), Attention(width, heads=4)) for _ in range(layers)
+            nn.Sequential(nn.LayerNorm(width), Attention(width, heads, twice)) for _ in range(layers)
         )
         self.wides = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -166,18 +177,27 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak(step: Step, device: torch.device) -> int:
-    """Bytes that torch allocates in a step, at their highest, beyond what was there before it."""
-    step()  # the optimiser's state is there then
+def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
+    """Bytes that torch allocates in a step, at their highest, beyond what was there before it.
+
+    Args:
+        step: Makes it.
+        device: Where.
+        state: The first step ever, in which an optimiser allocates its state too, and the next one.
+    """
+    if not state:
+        step()  # the optimiser's state is there then
     if device.type == "cuda":
         _finish(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        step()
+        for _ in range(1 + state):
+            step()
         _finish(device)
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        step()
+        for _ in range(1 + state):
+            step()
     changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
     highest: int = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))

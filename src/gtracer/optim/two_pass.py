@@ -306,6 +306,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if isinstance(place, list | tuple):
             place = displaced(trial.params, place)
         with place, frozen_statistics(self.model), replayed_random(self._random, self._devices()):
+            if isinstance(trial.displacement, list):
+                trial.displacement.clear()  # it is in the weights: a copy of them less while the pass is made
             yield
         if trial.displacement is not None:
             # A parameter that drops out of the loss at the displaced weights has gradient zero there.

@@ -1,0 +1,214 @@
+"""`gtracer bench steps`: what a step costs beside the optimisers that people use, as ratios measured in one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gtracer.lab import environment, files
+from gtracer.lab.bench import CLASSES, Step, Transformer, peak, seconds_of
+from gtracer.lab.errors import unknown
+from gtracer.lab.models import network
+from gtracer.lab.run import device_of
+from gtracer.optim import SAM, AdamWTracer, SGDTracer
+
+MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
+PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
+SGD, ADAMW = "SGD", "AdamW"
+EVERY = 8  # steps between two second passes, in the row that has an interval
+
+Loss = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        base: The row that it is compared with.
+        make: From a model to a function that makes one step, given how to compute the loss.
+        steps: How many of them a measurement takes, where they are not all alike.
+    """
+
+    base: str
+    make: Callable[[nn.Module], Callable[[Loss], Any]]
+    steps: int = 1
+
+
+def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
+    """What is compared; peers where they are installed, the exact engine where the model can be derived `twice`."""
+    momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    quiet: dict[str, Any] = {"nonfinite": "ignore"}
+    fused: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+
+    def sgd_tracer(**options: Any) -> Callable[[nn.Module], Callable[[Loss], Any]]:
+        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, model=model, **quiet, **options))
+
+    def adamw_tracer(**options: Any) -> Callable[[nn.Module], Callable[[Loss], Any]]:
+        return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **quiet, **options))
+
+    compared = {
+        SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused))),
+        "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
+        "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
+        "SGD-TRACER": Row(SGD, sgd_tracer(**fused)),
+        "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(interval=EVERY, reuse=0.9, **fused), EVERY),
+        'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused)),
+        ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
+        "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
+        "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
+        "AdamW-TRACER, compiled": Row(ADAMW, adamw_tracer(compiled=True)),
+    }
+    if twice:
+        compared["SGD-TRACER, exact"] = Row(SGD, sgd_tracer(engine="exact"))
+    return compared | _peers(momentum)
+
+
+def _peers(momentum: dict[str, Any]) -> dict[str, Row]:
+    def sam(model: nn.Module) -> Callable[[Loss], Any]:
+        made = import_module("pytorch_optimizer").SAM(model.parameters(), torch.optim.SGD, **momentum)
+
+        def step(loss_of: Loss) -> None:
+            loss_of().backward()  # type: ignore[no-untyped-call]
+            made.step(lambda: loss_of().backward())  # type: ignore[no-untyped-call]
+            made.zero_grad()
+
+        return step
+
+    def ivon(model: nn.Module) -> Callable[[Loss], Any]:
+        made = import_module("ivon").IVON(model.parameters(), lr=0.1, ess=50_000)
+
+        def step(loss_of: Loss) -> None:
+            with made.sampled_params(train=True):
+                made.zero_grad()
+                loss_of().backward()  # type: ignore[no-untyped-call]
+            made.step()
+
+        return step
+
+    def schedule_free(model: nn.Module) -> Callable[[Loss], Any]:
+        made = import_module("schedulefree").AdamWScheduleFree(model.parameters())
+        made.train()
+        return _plain(made)
+
+    known = {
+        "pytorch_optimizer": ("SAM of pytorch_optimizer", Row(SGD, sam)),
+        "ivon": ("IVON", Row(ADAMW, ivon)),
+        "schedulefree": ("AdamW, schedule-free", Row(ADAMW, schedule_free)),
+    }
+    return dict(named for module, named in known.items() if find_spec(module))
+
+
+def _plain(opt: torch.optim.Optimizer) -> Callable[[Loss], Any]:
+    def step(loss_of: Loss) -> None:
+        opt.zero_grad()
+        loss_of().backward()  # type: ignore[no-untyped-call]
+        opt.step()
+
+    return step
+
+
+def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
+    return SAM(base, rho=0.05, model=model, nonfinite="ignore")
+
+
+def _ours(opt: Any) -> Callable[[Loss], Any]:
+    def step(loss_of: Loss) -> None:
+        opt.step(loss_of)
+
+    return step
+
+
+def build(row: Row, name: str, batch: int, device: torch.device, precision: str) -> tuple[Step, nn.Module]:
+    """So many training steps of the model as the row takes, and the model."""
+    torch.manual_seed(0)
+    if name == "encoder-110m":
+        net: nn.Module = Transformer(30_522, 256, 768, 12, heads=12, twice=False).to(device)
+        x = torch.randint(30_522, (batch, 256), device=device)
+    elif name == "transformer":
+        net, x = Transformer().to(device), torch.randint(1000, (batch, 32), device=device)
+    else:
+        net, x = network(name, (3, 32, 32), CLASSES).to(device), torch.randn(batch, 3, 32, 32, device=device)
+    y = torch.randint(CLASSES, (batch,), device=device)
+
+    def loss_of() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return cross_entropy(net(x), y)
+
+    step = row.make(net)
+
+    def steps() -> None:
+        for _ in range(row.steps):
+            step(loss_of)
+
+    return steps, net
+
+
+def steps(
+    *, model: str, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console
+) -> dict[str, Any]:
+    """Time and memory of a step of every optimiser, over its base's; printed and written."""
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    place = device_of(device)
+    torch.backends.cudnn.benchmark = True
+    compared = rows(place, twice=model in ("resnet20", "transformer"))
+    built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
+    taken = seconds_of(built, rounds, place)
+    seconds = {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+    memory, copies = {}, 0
+    for name, row in compared.items():
+        built.pop(name)
+        step, net = build(row, model, batch_size, place, precision)
+        memory[name] = peak(step, place, state=True)
+        copies = sum(p.numel() * p.element_size() for p in net.parameters())
+    result = {
+        "bench": "steps",
+        "model": model,
+        "batch_size": batch_size,
+        "precision": precision,
+        "rounds": rounds,
+        **environment.describe(place),
+        "peers": {package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
+        "seconds": seconds,
+        "over": {name: row.base for name, row in compared.items()},
+        "peak_memory": memory,
+        "weights": copies,
+    }
+    console.print(_table(result))
+    if out is not None:
+        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+def _table(result: dict[str, Any]) -> Table:
+    hardware = result["hardware"]
+    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
+    what = (result["model"], f"batch {result['batch_size']}", result["precision"], where, f"{result['rounds']} rounds")
+    table = Table(title=", ".join(what))
+    table.caption = (
+        "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
+        "included, over the base's, in copies of the weights."
+    )
+    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies"):
+        table.add_column(name, justify="left" if name == "optimiser" else "right", no_wrap=True)
+    middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
+    for name, times in result["seconds"].items():
+        base = result["over"][name]
+        spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}"
+        more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
+        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, f"{middle[name] / middle[base]:.2f}", f"{more:+.1f}")
+    return table
