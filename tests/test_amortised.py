@@ -153,6 +153,18 @@ def test_a_penalty_of_none_is_sgd():
             assert torch.equal(p, q)
 
 
+def test_a_penalty_that_is_switched_off_is_not_used_again():
+    model = net()
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=RHO, delta=DELTA, interval=3, reuse=1.0)
+    (x, y), *rest = data()
+    opt.step(lambda: cross_entropy(model(x), y))
+    opt.param_groups[0]["rho"] = 0.0
+    for x, y in rest:
+        plain = gradients(model, x, y)
+        opt.step(lambda x=x, y=y: cross_entropy(model(x), y))
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True))
+
+
 def test_weights_come_back_when_the_closure_fails():
     model = net()
     opt = SGDTracer(model.parameters(), lr=0.1, rho=RHO, delta=DELTA, reuse="previous")

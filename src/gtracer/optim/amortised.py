@@ -76,7 +76,8 @@ class AmortisedOptimizer(PosteriorOptimizer):
         super()._conclude(trial)
 
     def _use_again(self, trial: Trial, decay: float) -> None:
-        if all(LAST in self.state.get(p, {}) for p in trial.params) and trial.params:
+        wanted = any(group[self.rho_key] > 0 for group in self.param_groups)
+        if wanted and trial.params and all(LAST in self.state.get(p, {}) for p in trial.params):
             passed = self.param_groups[0][STEP] % self.interval
             trial.penalty = torch._foreach_mul([self.state[p][LAST] for p in trial.params], decay**passed)
 
