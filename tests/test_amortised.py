@@ -108,6 +108,43 @@ def test_it_is_the_penalty_to_first_order():
     assert (cheap - full).norm() < 0.02 * full.norm()
 
 
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_share_of_the_batch(share):
+    """g + 2 H_share u, with u from the whole batch and H from its first examples."""
+    model = net()
+    params = list(model.parameters())
+    opt = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    f = None
+    for x, y in data():
+        some = round(12 * share)
+        g = gradients(model, x, y)
+        f = f or [a**2 for a in g]
+        part = gradients(model, x[:some], y[:some], create_graph=True)
+        u = [RHO * a / (b + DELTA) for a, b in zip(g, f, strict=True)]
+        product = torch.autograd.grad(part, params, u)
+        update(opt, params, [a + 2 * b for a, b in zip(g, product, strict=True)])
+        f = followed(f, g)
+    found, *_ = trained(share=share, radius=1e-4, difference="central")
+    torch.testing.assert_close(found, nn.utils.parameters_to_vector(params).detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_share_with_dropout_and_batch_norm():
+    """Dropout draws the same masks for it again, and batch norm counts one pass."""
+    torch.manual_seed(0)
+    start = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 3)).double()
+    ratios = []
+    for rho in (1e-9, 1e-6):
+        model = copy.deepcopy(start)
+        opt = SGDTracer(model.parameters(), lr=0.1, rho=rho, delta=DELTA, model=model, share=0.5)
+        torch.manual_seed(2)
+        for x, y in data(3):
+            opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
+        ratios.append(opt.stats.penalty_ratio)
+        assert int(model[1].num_batches_tracked) == 3
+    # Other masks in the second pass would give a difference that does not fall with ρ.
+    assert ratios[1] == pytest.approx(1000 * ratios[0], rel=1e-2)
+
+
 def test_passes():
     assert trained(interval=4, reuse=0.9)[2] == 10
     assert trained(interval=4)[2] == 10
@@ -188,11 +225,26 @@ def test_weights_come_back_when_the_closure_fails():
         ({"reuse": 0.5}, "set interval to 2 or more"),
         ({"reuse": "previous", "interval": 2}, "leave interval = 2 out"),
         ({"reuse": "previous", "engine": "exact"}, "engine='finite-difference'"),
+        ({"share": 0.0}, "share must be"),
+        ({"share": 1.5}, "share must be"),
+        ({"share": 0.5, "engine": "exact"}, "engine='finite-difference'"),
+        ({"share": 0.5, "reuse": "previous"}, "second pass"),
     ],
 )
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         SGDTracer(net().parameters(), **options)
+
+
+def test_a_share_needs_the_batch():
+    model = net()
+    opt = SGDTracer(model.parameters(), share=0.5)
+    (x, y), other = data(2)
+    with pytest.raises(RuntimeError, match=r"share = 0\.5 splits the batch: hand it to step"):
+        opt.step(lambda: cross_entropy(model(x), y))
+    with pytest.raises(RuntimeError, match=r"share = 0\.5 with batches"):
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=[(x, y), other])
+    opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
 
 
 def test_a_loop_without_closure_is_refused():

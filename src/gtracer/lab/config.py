@@ -69,6 +69,7 @@ class Config:
     reuse: str | float | None = option(
         None, "TRACER's for less: previous (one pass in all), or a factor on the last penalty between two intervals"
     )
+    share: float = option(1.0, "of the batch that TRACER's second pass sees")
     preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
     eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
     scale_free: bool = option(False, "TRACER: measure weights before batch norm by their direction")
@@ -106,6 +107,7 @@ class Config:
             checks.flag(name, getattr(self, name))
         for name in ("label_noise", "rho_warmup", "warmup"):
             checks.number(name, getattr(self, name), low=0, high=1)
+        checks.number("share", self.share, low=0, high=1, open_low=True)
         checks.number("train_share", self.train_share, low=0, high=1, open_low=True)
         checks.number("holdout", self.holdout, low=0, high=1, open_high=True)
         for name in ("lr", "momentum", "weight_decay", "eps"):

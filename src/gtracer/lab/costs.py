@@ -29,7 +29,8 @@ PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedule
 SGD, ADAMW = "SGD", "AdamW"
 EVERY = 8  # steps between two second passes, in the row that has an interval
 
-Loss = Callable[[], Tensor]
+Stepper = Callable[..., Any]  # makes a step: is given the loss and the batch
+Loss = Callable[..., Tensor]  # of the batch, or of a part of it
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Row:
     """
 
     base: str
-    make: Callable[[nn.Module], Callable[[Loss], Any]]
+    make: Callable[[nn.Module], Stepper]
     steps: int = 1
 
 
@@ -53,10 +54,10 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     quiet: dict[str, Any] = {"nonfinite": "ignore"}
     fused: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
 
-    def sgd_tracer(**options: Any) -> Callable[[nn.Module], Callable[[Loss], Any]]:
+    def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
         return lambda model: _ours(SGDTracer(model.parameters(), **momentum, model=model, **quiet, **options))
 
-    def adamw_tracer(**options: Any) -> Callable[[nn.Module], Callable[[Loss], Any]]:
+    def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
         return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **quiet, **options))
 
     compared = {
@@ -66,6 +67,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD-TRACER": Row(SGD, sgd_tracer(**fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
         f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(interval=EVERY, reuse=0.9, **fused), EVERY),
+        "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
         'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused)),
         ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
         "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
@@ -78,20 +80,20 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
 
 
 def _peers(momentum: dict[str, Any]) -> dict[str, Row]:
-    def sam(model: nn.Module) -> Callable[[Loss], Any]:
+    def sam(model: nn.Module) -> Stepper:
         made = import_module("pytorch_optimizer").SAM(model.parameters(), torch.optim.SGD, **momentum)
 
-        def step(loss_of: Loss) -> None:
+        def step(loss_of: Loss, *_: Tensor) -> None:
             loss_of().backward()  # type: ignore[no-untyped-call]
             made.step(lambda: loss_of().backward())  # type: ignore[no-untyped-call]
             made.zero_grad()
 
         return step
 
-    def ivon(model: nn.Module) -> Callable[[Loss], Any]:
+    def ivon(model: nn.Module) -> Stepper:
         made = import_module("ivon").IVON(model.parameters(), lr=0.1, ess=50_000)
 
-        def step(loss_of: Loss) -> None:
+        def step(loss_of: Loss, *_: Tensor) -> None:
             with made.sampled_params(train=True):
                 made.zero_grad()
                 loss_of().backward()  # type: ignore[no-untyped-call]
@@ -99,7 +101,7 @@ def _peers(momentum: dict[str, Any]) -> dict[str, Row]:
 
         return step
 
-    def schedule_free(model: nn.Module) -> Callable[[Loss], Any]:
+    def schedule_free(model: nn.Module) -> Stepper:
         made = import_module("schedulefree").AdamWScheduleFree(model.parameters())
         made.train()
         return _plain(made)
@@ -112,8 +114,8 @@ def _peers(momentum: dict[str, Any]) -> dict[str, Row]:
     return dict(named for module, named in known.items() if find_spec(module))
 
 
-def _plain(opt: torch.optim.Optimizer) -> Callable[[Loss], Any]:
-    def step(loss_of: Loss) -> None:
+def _plain(opt: torch.optim.Optimizer) -> Stepper:
+    def step(loss_of: Loss, *_: Tensor) -> None:
         opt.zero_grad()
         loss_of().backward()  # type: ignore[no-untyped-call]
         opt.step()
@@ -125,9 +127,9 @@ def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
     return SAM(base, rho=0.05, model=model, nonfinite="ignore")
 
 
-def _ours(opt: Any) -> Callable[[Loss], Any]:
-    def step(loss_of: Loss) -> None:
-        opt.step(loss_of)
+def _ours(opt: Any) -> Stepper:
+    def step(loss_of: Loss, *batch: Tensor) -> None:
+        opt.step(loss_of, *batch)
 
     return step
 
@@ -144,7 +146,7 @@ def build(row: Row, name: str, batch: int, device: torch.device, precision: str)
         net, x = network(name, (3, 32, 32), CLASSES).to(device), torch.randn(batch, 3, 32, 32, device=device)
     y = torch.randint(CLASSES, (batch,), device=device)
 
-    def loss_of() -> Tensor:
+    def loss_of(x: Tensor = x, y: Tensor = y) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             return cross_entropy(net(x), y)
 
@@ -152,7 +154,7 @@ def build(row: Row, name: str, batch: int, device: torch.device, precision: str)
 
     def steps() -> None:
         for _ in range(row.steps):
-            step(loss_of)
+            step(loss_of, x, y)
 
     return steps, net
 

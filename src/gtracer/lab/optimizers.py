@@ -23,7 +23,19 @@ from gtracer.optim import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
 
 ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
 SCHEMES = ("tracer", "sam", "asam")
-TRACER = ("rho", "delta", "f0", "engine", "radius", "difference", "preconditioned", "eta", "scale_free", "reuse")
+TRACER = (
+    "rho",
+    "delta",
+    "f0",
+    "engine",
+    "radius",
+    "difference",
+    "preconditioned",
+    "eta",
+    "scale_free",
+    "reuse",
+    "share",
+)
 BASES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()

@@ -2,23 +2,26 @@
 
 `reuse` a number: between the steps that make the second pass (`interval`) the last ρ∇T is used again, less of it every
 step. `reuse="previous"`: one pass in all, at w + 2u with u = ρ∇L/(f + δ) of the step before, since ∇L(w + 2u) ≈
-∇L + 2Hu = ∇L + ρ∇T.
+∇L + 2Hu = ∇L + ρ∇T. `share`: the second pass sees a share of the batch, ρ∇T ≈ 2 H_share u with the whole batch's u.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gtracer import checks
+from gtracer.optim.parts import cut
 from gtracer.optim.posterior import PosteriorOptimizer
 from gtracer.optim.trial import Slice, Trial, signed_rho
 from gtracer.optim.two_pass import STEP
 from gtracer.penalty import direction
-from gtracer.scopes import displaced
+from gtracer.scopes import RandomState, displaced
 from gtracer.tensors import Tensors
 
 PREVIOUS = "previous"
@@ -26,8 +29,13 @@ LAST = "last_penalty"  # in the state: ρ∇T of the last step that made a secon
 AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
 
 
-def check_reuse(reuse: float | str | None, interval: int, first_order: bool) -> None:
-    """Refuse what cannot be reused."""
+def check_reuse(reuse: float | str | None, share: float, interval: int, first_order: bool) -> None:
+    """Refuse what cannot be reused or shared."""
+    checks.number("share", share, low=0, high=1, open_low=True)
+    if share < 1 and (reuse == PREVIOUS or not first_order):
+        raise ValueError(
+            f"share = {share} is of the second pass of curvature=gradient_magnitude and engine='finite-difference'"
+        )
     if reuse is None:
         return
     if isinstance(reuse, str):
@@ -46,6 +54,8 @@ class AmortisedOptimizer(PosteriorOptimizer):
     """An optimiser that may reuse what its last steps have found."""
 
     reuse: float | str | None = None
+    share = 1.0
+    _some: dict[Tensor, Tensor] | None = None  # gradients of the share, while a step is made
 
     def _damped(self, part: Slice) -> tuple[Tensors, float]:
         """f, and the δ that is still to be added to it."""
@@ -63,6 +73,35 @@ class AmortisedOptimizer(PosteriorOptimizer):
         steps = [2 * signed_rho(group, self.knobs(group)) * self.state[p][AHEAD] for group, p in known]
         with displaced([p for _, p in known], steps) if known else nullcontext():
             return super()._first_pass(closure)
+
+    def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
+        if self.share == 1 or not self.second_pass_due:
+            return super()._make_passes(closure, batch)
+        if self._parts is not None or self._each:
+            raise RuntimeError(f"share = {self.share} with batches or penalty = 'each': hand over one whole batch")
+        parts = cut(batch, self.share)
+        self._random, self._some = RandomState(self._devices()), {}
+        try:
+            loss = self._evaluate_parts(closure, parts)
+            self._note_draws()
+            trial = self._begin(loss)
+        finally:
+            self._some = None
+        while trial.displacement is not None:
+            with self._displaced_pass(trial):
+                self._evaluate(partial(closure, *parts[0][1]))
+        self._conclude(trial)
+        return loss, trial
+
+    def _note_part(self, share: float) -> None:
+        if self._some == {}:  # the first part's
+            self._some = {p: p.grad.clone() for p in self._params() if p.grad is not None}
+
+    def _compared(self, slices: list[Slice]) -> Tensors:
+        """The gradients that the second pass is compared with: of the same examples."""
+        if self._some is None:
+            return [g for part in slices for g in part.gradients]
+        return [self._some[p] if p in self._some else torch.zeros_like(p) for part in slices for p in part.params]
 
     def _passes_made(self) -> Trial:
         if self.reuse == PREVIOUS:

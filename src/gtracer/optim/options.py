@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
         interval: Penalise every so many steps (default 1).
         reuse: Penalise for less. A number: between two such steps use the last ρ∇T again, times this every step.
             `"previous"`: one pass in all, displaced by the step before (default None).
+        share: Of the batch that the second pass sees; `step(closure, x, y)` must be handed it (default 1).
         preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
         eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         scale_free: Where the network sees only the direction of a unit's weights, as before batch norm, measure T by
@@ -45,6 +46,7 @@ class Options(TypedDict, total=False):
     difference: str
     interval: int
     reuse: float | str | None
+    share: float
     preconditioned: bool
     eta: float | None
     scale_free: bool

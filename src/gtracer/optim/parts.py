@@ -19,20 +19,37 @@ def split(batch: tuple[Any, ...], size: int) -> list[tuple[float, tuple[Any, ...
     >>> split((torch.arange(3),), 2)
     [(0.6666666666666666, (tensor([0, 1]),)), (0.3333333333333333, (tensor([2]),))]
     """
+    count = _examples(batch, f"micro_batch({size})")
+    starts = range(0, count, size)
+    return [(min(size, count - i) / count, tuple(_rows(x, slice(i, i + size)) for x in batch)) for i in starts]
+
+
+def cut(batch: tuple[Any, ...], share: float) -> list[tuple[float, tuple[Any, ...]]]:
+    """The first examples of a batch, about so large a share of it but one at least, and the rest, if any.
+
+    >>> cut((torch.arange(5),), 0.4)
+    [(0.4, (tensor([0, 1]),)), (0.6, (tensor([2, 3, 4]),))]
+    """
+    count = _examples(batch, f"share = {share}")
+    first = max(1, round(share * count))
+    parts = [(first / count, slice(0, first)), (1 - first / count, slice(first, count))]
+    return [(size, tuple(_rows(x, rows) for x in batch)) for size, rows in parts if size]
+
+
+def _examples(batch: tuple[Any, ...], who: str) -> int:
+    """How many examples a batch has; refused where that cannot be told."""
     sizes = {len(x) if x.ndim else 0 for x in _tensors(batch)}
     if not sizes:
         raise RuntimeError(
-            f"micro_batch({size}) splits the batch: hand it to step, opt.step(closure, x, y), and closure(x, y) will "
-            "be called on parts of it"
+            f"{who} splits the batch: hand it to step, opt.step(closure, x, y), and closure(x, y) will be called on "
+            "parts of it"
         )
     if len(sizes) > 1 or 0 in sizes:
         raise RuntimeError(
-            f"micro_batch({size}) splits every tensor of the batch along its first axis, which must be the examples: "
-            f"got lengths {sorted(sizes)}"
+            f"{who} splits every tensor of the batch along its first axis, which must be the examples: got lengths "
+            f"{sorted(sizes)}"
         )
-    count = sizes.pop()
-    starts = range(0, count, size)
-    return [(min(size, count - i) / count, tuple(_rows(x, slice(i, i + size)) for x in batch)) for i in starts]
+    return sizes.pop()
 
 
 def shared(batches: Sequence[Any]) -> list[tuple[float, tuple[Any, ...]]]:

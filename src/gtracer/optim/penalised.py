@@ -72,6 +72,7 @@ class TracerOptimizer(AmortisedOptimizer):
         eta: float | None = None,
         scale_free: bool = False,
         reuse: float | str | None = None,
+        share: float = 1.0,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         clip: Clip | None = None,
@@ -91,13 +92,13 @@ class TracerOptimizer(AmortisedOptimizer):
         self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
         checks.flag("scale_free", scale_free)
         self.preconditioned, self.eta, self.scale_free = preconditioned, eta, scale_free
-        check_reuse(reuse, interval, self.curvature.is_default and self.engine == "finite-difference")
-        self.reuse = reuse
+        check_reuse(reuse, share, interval, self.curvature.is_default and self.engine == "finite-difference")
+        self.reuse, self.share = reuse, share
         defaults = {**defaults, "f0": f0}
         super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
     _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
-    _settings = (*_settings, "scale_free", "reuse", "compiled")
+    _settings = (*_settings, "scale_free", "reuse", "share", "compiled")
 
     def _forget(self) -> None:
         super()._forget()
@@ -213,7 +214,7 @@ class TracerOptimizer(AmortisedOptimizer):
         if not due:
             return Plan(None, ratio)
         params = [p for part in slices for p in part.params]
-        gradients = [g for part in slices for g in part.gradients]
+        gradients = self._compared(slices)
         central = self.difference == "central"
         engine = partial(finite_difference, radius=self.radius, central=central, run=self._run)
         return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
@@ -319,16 +320,17 @@ class TracerOptimizer(AmortisedOptimizer):
         return trial.loss, trial
 
     def _note_part(self, share: float) -> None:
+        super()._note_part(share)
         if self._measured is not None:  # F for the average is the mean of the parts' squared gradients
             for p in self._params():
                 if p.grad is not None:
                     self._measured[p] = share * p.grad**2 + self._measured.get(p, 0)
 
     def perturbed(self, scaler: torch.amp.GradScaler | None = None) -> Any:
-        if self.engine == "exact" or not self.curvature.is_default:
+        if self.engine == "exact" or not self.curvature.is_default or self.share < 1:
             raise RuntimeError(
-                "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude: otherwise "
-                "use step(closure), or a TracerPenalty on the loss with any optimiser"
+                "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude over the "
+                "whole batch: otherwise use step(closure), or a TracerPenalty on the loss with any optimiser"
             )
         return super().perturbed(scaler)
 
