@@ -31,16 +31,18 @@ def test_runs_side_by_side(tmp_path, precision):
         replace(base, optimizer="sgd"),
         replace(base, optimizer="sam", rho=0.1, seed=1, weight_decay=5e-4),
         replace(base, optimizer="sgd-tracer", rho=0.001, seed=2),
+        replace(base, optimizer="sgd-tracer", rho=0.001, interval=2, reuse=0.5, scale_free=True),
+        replace(base, optimizer="sgd-tracer", rho=0.001, reuse="previous"),
     ]
     curves = {}
-    for width in (3, 1):
+    for width in (5, 1):
         cells = [(config, tmp_path / str(width) / config.folder) for config in configs]
         ends = {event.config: event.failure for event in Abreast(width)(cells) if event.ended}
         assert ends == dict.fromkeys(configs)
         curves[width] = [Record.read(folder).curves["train_loss"] for _, folder in cells]
     plain = [train(config, tmp_path / "plain" / config.folder, []).curves["train_loss"] for config in configs]
     tolerance = {"fp32": 2e-3, "bf16": 3e-2}[precision]
-    for ours, alone, theirs in zip(curves[3], curves[1], plain, strict=True):
+    for ours, alone, theirs in zip(curves[5], curves[1], plain, strict=True):
         assert ours == pytest.approx(alone, rel=tolerance)
         assert ours == pytest.approx(theirs, rel=tolerance)
 

@@ -281,7 +281,7 @@ def test_superglue(name, tmp_path):
         ('{"question": "a", "passage": "b", "label": "maybe"}', "row 1 has the unknown label 'maybe'"),
         ('{"question": "a", "pass', "line 1 is not JSON"),
         ("[1, 2]", "line 1 is not an object"),
-        ("", "has no rows"),
+        ("", "empty training split"),
         (b"\xff\xfe\xff", "damaged"),
     ],
 )

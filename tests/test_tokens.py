@@ -202,7 +202,7 @@ def test_an_empty_split(tmp_path, content, capsys):
 def test_an_empty_file_of_a_pair(tmp_path):
     (tmp_path / "train.csv").write_text("text,label\ngood,1\nbad,0\n")
     (tmp_path / "test.csv").write_text("text,label\n")
-    with pytest.raises(LabError, match=r"test\.csv has no rows"):
+    with pytest.raises(LabError, match="empty test split"):
         Run(Config(task=str(tmp_path), model="x"))
 
 
@@ -215,7 +215,7 @@ def test_side_by_side_with_dropout(tmp_path):
     for (c, folder), index in zip(cells, range(3), strict=True):
         plain = train(c, tmp_path / "plain" / str(index), [])
         found = Record.read(folder).curves
-        assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=1e-3)
+        assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=1e-5)
         assert found["test_accuracy"] == pytest.approx(plain.curves["test_accuracy"], abs=0.1)
 
 

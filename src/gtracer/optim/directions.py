@@ -9,52 +9,40 @@ along w.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-
-from gtracer.tensors import Tensors
 
 # Of a chance cosine, 1/√n. ResNet-20 in bfloat16: at most 0.04 before a norm, 0.6 at least in the last layer.
 NEARLY_NONE = 0.2
 
 
-def squared_lengths(p: Tensor) -> Tensor:
-    """‖w‖² of the rows."""
-    return _by_rows(p, p)
+class Rows(NamedTuple):
+    """The rows of a weight tensor: ‖w‖², and whether the loss depends on no row's length."""
+
+    squares: Tensor
+    free: Tensor
 
 
-def damping(delta: float, params: Tensors, gradients: Tensors, first: dict[Tensor, Tensor]) -> list[Tensor | float]:
-    """What is added to f: δ ‖w₀‖²/‖w‖² for rows of which only the direction counts, δ for all others.
-
-    Args:
-        delta: δ.
-        params: The weights.
-        gradients: ∇L.
-        first: ‖w₀‖² of the rows, where a step has been made before.
-    """
-    found: list[Tensor | float] = []
-    for p, g in zip(params, gradients, strict=True):
-        if p in first:
-            shorter = first[p] / _by_rows(p, p)
-            found.append(delta * torch.where(_is_free(p, g) & shorter.isfinite(), shorter, 1.0))
-        else:
-            found.append(delta)
-    return found
-
-
-def turn_(penalty: Tensors, params: Tensors, gradients: Tensors) -> None:
-    """Take from the penalty's gradient what it has along such rows."""
-    for h, p, g in zip(penalty, params, gradients, strict=True):
-        if p.ndim > 1:
-            along = _by_rows(h, p) / _by_rows(p, p)
-            h.sub_(p * torch.where(_is_free(p, g) & along.isfinite(), along, 0.0))
-
-
-def _is_free(p: Tensor, g: Tensor) -> Tensor:
-    """Whether the gradient stands upright on the rows: then the loss depends on no row's length."""
-    lengths = (_by_rows(p, p) * _by_rows(g, g)).sqrt()
+def rows_of(p: Tensor, g: Tensor) -> Rows:
+    """As the gradient shows: it stands upright on rows whose length does not count."""
+    squares = _by_rows(p, p)
+    lengths = (squares * _by_rows(g, g)).sqrt()
     cosines = torch.where(lengths > 0, _by_rows(p, g).abs() / lengths, 0.0)
-    return torch.lt(cosines.mean(), NEARLY_NONE * p[0].numel() ** -0.5)
+    return Rows(squares, torch.lt(cosines.mean(), NEARLY_NONE * p[0].numel() ** -0.5))
+
+
+def damping(delta: float, rows: Rows, first: Tensor) -> Tensor:
+    """What is added to f: δ ‖w₀‖²/‖w‖² for rows of which only the direction counts, δ for others."""
+    shorter = first / rows.squares
+    return delta * torch.where(rows.free & shorter.isfinite(), shorter, 1.0)
+
+
+def turn_(h: Tensor, p: Tensor, rows: Rows) -> None:
+    """Take from the penalty's gradient what it has along such rows."""
+    along = _by_rows(h, p) / rows.squares
+    h.sub_(p * torch.where(rows.free & along.isfinite(), along, 0.0))
 
 
 def _by_rows(x: Tensor, y: Tensor) -> Tensor:

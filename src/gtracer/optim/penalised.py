@@ -103,6 +103,7 @@ class TracerOptimizer(AmortisedOptimizer):
     def _forget(self) -> None:
         super()._forget()
         self._evaluation: Evaluation | None = None  # of the first pass, until the plan is made
+        self._rows: dict[Tensor, directions.Rows] = {}  # with scale_free, from the plan until the update
         self._measured: dict[Tensor, Tensor] | None = None  # F for the average, from a first pass in parts
 
     def _suitable(self, engine: str | None, model: nn.Module | None) -> str:
@@ -141,14 +142,16 @@ class TracerOptimizer(AmortisedOptimizer):
         f, delta = self._average(part), part.knobs["delta"]
         if not self.scale_free:
             return f, delta
-        gradients = [g.detach() for g in part.gradients]
+        own = zip(part.params, part.gradients, strict=True)
+        self._rows |= {p: directions.rows_of(p, g.detach()) for p, g in own if p.ndim > 1}
         first = {p: self.state[p][LENGTHS] for p in part.params if LENGTHS in self.state.get(p, {})}
-        damping = directions.damping(delta, part.params, gradients, first)
+        damping = [directions.damping(delta, self._rows[p], first[p]) if p in first else delta for p in part.params]
         return [x + d for x, d in zip(f, damping, strict=True)], 0.0
 
     def _conclude(self, trial: Trial) -> None:
-        if self.scale_free and trial.penalty is not None:
-            directions.turn_(trial.penalty, trial.params, trial.gradients)
+        for p, h in zip(trial.params, trial.penalty or (), strict=False):
+            if p in self._rows:
+                directions.turn_(h, p, self._rows[p])
         super()._conclude(trial)
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,11 +371,10 @@ class TracerOptimizer(AmortisedOptimizer):
             p.grad = gradient
 
     def _clipped_update(self, trial: Trial) -> None:
-        new = [p for p in trial.params if self.scale_free and p.ndim > 1 and LENGTHS not in self.state.get(p, {})]
-        lengths = [directions.squared_lengths(p) for p in new]
+        rows, self._rows = self._rows, {}
         super()._clipped_update(trial)
-        for p, length in zip(new, lengths, strict=True):  # as with f: not before the base's first step
-            self.state[p][LENGTHS] = length
+        for p, its in rows.items():  # as with f: not before the base's first step
+            self.state[p].setdefault(LENGTHS, its.squares)
 
     def _update(self, trial: Trial) -> None:
         super()._update(trial)

@@ -63,7 +63,7 @@ class SAM(PartwiseOptimizer):
         steps = self._stretched(params, gradients)
         length = tensors.norm(steps)
         rhos = [part.signed_rho for part in slices for _ in part.params]
-        displacement = torch._foreach_mul(self._stretched(params, steps), rhos)
+        displacement = list(torch._foreach_mul(self._stretched(params, steps), rhos))
         tensors.scale_(displacement, torch.where(length > 0, 1 / length, 0.0))
         return Plan(sharpness_change(gradients, displacement))
 

@@ -100,8 +100,6 @@ def _split(
     key: Callable[[Any], Any] = lambda value: value,
 ) -> Split:
     """Check every row and take out its texts and its class."""
-    if not rows:
-        raise LabError(f"{path} has no rows")
     inputs: Texts = []
     labels = []
     for number, row in enumerate(rows, start=1):
