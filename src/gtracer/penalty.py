@@ -29,6 +29,7 @@ from gtracer.curvature import (
     trace_ratio,
     update_average_,
 )
+from gtracer.scopes import moved
 from gtracer.tensors import Tensors
 
 # Yields a displacement of the weights, or a scope in which they are displaced; is sent gradients; returns ρ∇T.
@@ -98,15 +99,25 @@ def finite_difference(
     radius: float = RADIUS,
     central: bool = False,
     run: Runner = lambda function: function,
+    again: Callable[[], Tensors] | None = None,
 ) -> Passes:
     """2 H u from gradients `radius` away along u: one further pass, or with `central` two.
 
     The error is O(radius), with `central` O(radius²). The direction and the gradients that are
     sent in are overwritten, so that no further copy of the weights is needed. `run` may compile the arithmetic.
+    With `again`, which computes the direction once more, not even the weights are copied (and not with `central`).
     """
     length = run(_shorten_)(direction, radius)
+
+    def shortened() -> Tensors:
+        assert again is not None
+        u = again()
+        run(_shorten_)(u, radius)
+        return u
+
     # Whoever displaces the weights empties the list, which then holds no memory any more.
-    ahead = yield list(direction) if central else direction
+    place = list(direction) if central else direction
+    ahead = yield place if again is None else moved(params, place, shortened)
     if central:
         torch._foreach_neg_(direction)
         behind: Tensors = yield direction

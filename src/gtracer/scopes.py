@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -35,6 +35,30 @@ def displaced(params: Tensors, displacement: Tensors) -> Iterator[None]:
     finally:
         with torch.no_grad():
             tensors.copy_(params, saved)
+
+
+@contextmanager
+def moved(params: Tensors, displacement: Tensors, again: Callable[[], Tensors]) -> Iterator[None]:
+    """The same without a copy of the weights: what was added is computed `again` and subtracted.
+
+    They come back to within one rounding.
+
+    >>> w = torch.tensor([1.0])
+    >>> with moved([w], [torch.tensor([0.1])], lambda: [torch.tensor([0.1])]):
+    ...     print(w)
+    tensor([1.1000])
+    >>> w
+    tensor([1.])
+    """
+    with torch.no_grad():
+        torch._foreach_add_(params, displacement)
+    if isinstance(displacement, list):
+        displacement.clear()  # it can be computed again
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            torch._foreach_sub_(params, again())
 
 
 class Buffers:

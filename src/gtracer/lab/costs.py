@@ -65,6 +65,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
         "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
         "SGD-TRACER": Row(SGD, sgd_tracer(**fused)),
+        "SGD-TRACER, lean": Row(SGD, sgd_tracer(lean=True, **fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
         f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(interval=EVERY, reuse=0.9, **fused), EVERY),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
@@ -72,6 +73,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
         "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
         "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
+        "AdamW-TRACER, lean": Row(ADAMW, adamw_tracer(lean=True)),
         "AdamW-TRACER, compiled": Row(ADAMW, adamw_tracer(compiled=True)),
     }
     if twice:

@@ -50,6 +50,16 @@ def check_reuse(reuse: float | str | None, share: float, interval: int, first_or
         raise ValueError(f"reuse = {reuse} is for the steps between two penalties: set interval to 2 or more")
 
 
+def check_lean(lean: bool, possible: bool) -> None:
+    """Refuse to do without a copy of the weights where their displacement is not computed from what is kept anyway."""
+    checks.flag("lean", lean)
+    if lean and not possible:
+        raise ValueError(
+            "lean = True is for the forward difference of curvature=gradient_magnitude, which displaces the weights "
+            "once, by what can be computed again: leave it out"
+        )
+
+
 class AmortisedOptimizer(PosteriorOptimizer):
     """An optimiser that may reuse what its last steps have found."""
 

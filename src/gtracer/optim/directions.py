@@ -9,10 +9,15 @@ along w.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from gtracer.optim.trial import Slice
+from gtracer.tensors import Tensors
+
+LENGTHS = "first_lengths"  # in the state: ‖w₀‖² of rows
 
 # Of a chance cosine, 1/√n. ResNet-20 in bfloat16: at most 0.04 before a norm, 0.6 at least in the last layer.
 NEARLY_NONE = 0.2
@@ -43,6 +48,33 @@ def turn_(h: Tensor, p: Tensor, rows: Rows) -> None:
     """Take from the penalty's gradient what it has along such rows."""
     along = _by_rows(h, p) / rows.squares
     h.sub_(p * torch.where(rows.free & along.isfinite(), along, 0.0))
+
+
+class Directions:
+    """The rows of a step's weights, looked at once: later the weights may be displaced."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Tensor, Rows] = {}
+
+    def damping(self, part: Slice, state: dict[Tensor, dict[str, Any]]) -> list[Tensor | float]:
+        """What is added to f of each parameter."""
+        delta: float = part.knobs["delta"]
+        for p, g in zip(part.params, part.gradients, strict=True):
+            if p.ndim > 1 and p not in self._rows:
+                self._rows[p] = rows_of(p, g.detach())
+        first = {p: state[p][LENGTHS] for p in part.params if LENGTHS in state.get(p, {})}
+        return [damping(delta, self._rows[p], first[p]) if p in first else delta for p in part.params]
+
+    def turn_(self, params: Tensors, penalty: Tensors | None) -> None:
+        """Take from the penalty's gradient what it has along rows of which only the direction counts."""
+        for p, h in zip(params, penalty or (), strict=False):
+            if p in self._rows:
+                turn_(h, p, self._rows[p])
+
+    def note(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Keep the lengths that rows had at first."""
+        for p, its in self._rows.items():
+            state[p].setdefault(LENGTHS, its.squares)
 
 
 def _by_rows(x: Tensor, y: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class Options(TypedDict, total=False):
         reuse: Penalise for less. A number: between two such steps use the last ρ∇T again, times this every step.
             `"previous"`: one pass in all, displaced by the step before (default None).
         share: Of the batch that the second pass sees; `step(closure, x, y)` must be handed it (default 1).
+        lean: Keep no copy of the weights while the second pass is made: they come back to within one rounding, not bit
+            for bit (default False).
         preconditioned: Divide the total by f + δ, as the derivation has it before the paper drops it (default False).
         eta: η, variance of a Gaussian prior on the weights: adds its ridge term ρ/η · w (default None, a flat prior).
         scale_free: Where the network sees only the direction of a unit's weights, as before batch norm, measure T by
@@ -47,6 +49,7 @@ class Options(TypedDict, total=False):
     interval: int
     reuse: float | str | None
     share: float
+    lean: bool
     preconditioned: bool
     eta: float | None
     scale_free: bool

@@ -24,9 +24,9 @@ from gtracer.curvature import (
     inverse,
     per_example,
 )
-from gtracer.optim import directions
-from gtracer.optim.amortised import AmortisedOptimizer, check_reuse
+from gtracer.optim.amortised import PREVIOUS, AmortisedOptimizer, check_lean, check_reuse
 from gtracer.optim.clip import Clip
+from gtracer.optim.directions import Directions
 from gtracer.optim.parts import split
 from gtracer.optim.partwise import Parts, PartwiseOptimizer
 from gtracer.optim.stack import Stack, flat, mean_product
@@ -43,8 +43,6 @@ from gtracer.penalty import (
 )
 from gtracer.scopes import RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
-
-LENGTHS = "first_lengths"  # in the state: ‖w₀‖² of rows
 
 
 @cache
@@ -73,6 +71,7 @@ class TracerOptimizer(AmortisedOptimizer):
         scale_free: bool = False,
         reuse: float | str | None = None,
         share: float = 1.0,
+        lean: bool = False,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         clip: Clip | None = None,
@@ -92,18 +91,24 @@ class TracerOptimizer(AmortisedOptimizer):
         self.engine, self.radius, self.difference = self._suitable(engine, model), radius, difference
         checks.flag("scale_free", scale_free)
         self.preconditioned, self.eta, self.scale_free = preconditioned, eta, scale_free
-        check_reuse(reuse, share, interval, self.curvature.is_default and self.engine == "finite-difference")
-        self.reuse, self.share = reuse, share
+        check_reuse(reuse, share, interval, self._is_plain)
+        check_lean(lean, self._is_plain and difference == "forward" and reuse != PREVIOUS)
+        self.reuse, self.share, self.lean = reuse, share, lean
         defaults = {**defaults, "f0": f0}
         super().__init__(base, defaults, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
 
     _settings = (*PartwiseOptimizer._settings, "curvature", "engine", "radius", "difference", "preconditioned", "eta")
-    _settings = (*_settings, "scale_free", "reuse", "share", "compiled")
+    _settings = (*_settings, "scale_free", "reuse", "share", "lean", "compiled")
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether it is the paper's: the squared gradient of the batch, by first-order passes."""
+        return self.curvature.is_default and self.engine == "finite-difference"
 
     def _forget(self) -> None:
         super()._forget()
         self._evaluation: Evaluation | None = None  # of the first pass, until the plan is made
-        self._rows: dict[Tensor, directions.Rows] = {}  # with scale_free, from the plan until the update
+        self._directions = Directions()  # of this step's weights, with scale_free
         self._measured: dict[Tensor, Tensor] | None = None  # F for the average, from a first pass in parts
 
     def _suitable(self, engine: str | None, model: nn.Module | None) -> str:
@@ -139,19 +144,13 @@ class TracerOptimizer(AmortisedOptimizer):
         return [f[p] for p in part.params]
 
     def _damped(self, part: Slice) -> tuple[Tensors, float]:
-        f, delta = self._average(part), part.knobs["delta"]
+        f = self._average(part)
         if not self.scale_free:
-            return f, delta
-        own = zip(part.params, part.gradients, strict=True)
-        self._rows |= {p: directions.rows_of(p, g.detach()) for p, g in own if p.ndim > 1}
-        first = {p: self.state[p][LENGTHS] for p in part.params if LENGTHS in self.state.get(p, {})}
-        damping = [directions.damping(delta, self._rows[p], first[p]) if p in first else delta for p in part.params]
-        return [x + d for x, d in zip(f, damping, strict=True)], 0.0
+            return f, part.knobs["delta"]
+        return [x + d for x, d in zip(f, self._directions.damping(part, self.state), strict=True)], 0.0
 
     def _conclude(self, trial: Trial) -> None:
-        for p, h in zip(trial.params, trial.penalty or (), strict=False):
-            if p in self._rows:
-                directions.turn_(h, p, self._rows[p])
+        self._directions.turn_(trial.params, trial.penalty)
         super()._conclude(trial)
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +159,7 @@ class TracerOptimizer(AmortisedOptimizer):
 
     def _plan(self, slices: list[Slice], due: bool) -> Plan:
         at, self._evaluation = self._evaluation, None
+        self._directions = Directions()
         F = self._measure(slices, at)
         if F is None or at is None:
             return self._plan_of_squares(slices, due)
@@ -206,6 +206,17 @@ class TracerOptimizer(AmortisedOptimizer):
         return Plan(example_difference(gradients, shifts, length, radius=self.radius, central=central), ratio)
 
     def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
+        u, ratio = self._aim(slices)
+        if not due:
+            return Plan(None, ratio)
+        params = [p for part in slices for p in part.params]
+        gradients = self._compared(slices)
+        central, again = self.difference == "central", (lambda: self._aim(slices)[0]) if self.lean else None
+        engine = partial(finite_difference, radius=self.radius, central=central, run=self._run, again=again)
+        return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
+
+    def _aim(self, slices: list[Slice]) -> tuple[Tensors, Tensor | None]:
+        """u of these gradients, and T."""
         ratio: Tensor | None = None
         u: list[Tensor] = []
         for part in slices:
@@ -214,13 +225,7 @@ class TracerOptimizer(AmortisedOptimizer):
             here, T = self._run(aimed)(g, *self._damped(part), rho)
             ratio = T if ratio is None else ratio + T.to(ratio.device)
             u += here
-        if not due:
-            return Plan(None, ratio)
-        params = [p for part in slices for p in part.params]
-        gradients = self._compared(slices)
-        central = self.difference == "central"
-        engine = partial(finite_difference, radius=self.radius, central=central, run=self._run)
-        return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
+        return u, ratio
 
     @property
     def _first_pass_is_its_own(self) -> bool:
@@ -299,6 +304,7 @@ class TracerOptimizer(AmortisedOptimizer):
         """The passes of all micro-batches at once."""
         assert self.model is not None
         params = [p for p in self._params() if p.requires_grad]
+        self._directions = Directions()
         self._random = RandomState(self._devices())
         stack = Stack(self.model, closure, params, batch, count)
         losses, slopes = stack.gradients()
@@ -330,7 +336,7 @@ class TracerOptimizer(AmortisedOptimizer):
                     self._measured[p] = share * p.grad**2 + self._measured.get(p, 0)
 
     def perturbed(self, scaler: torch.amp.GradScaler | None = None) -> Any:
-        if self.engine == "exact" or not self.curvature.is_default or self.share < 1:
+        if not self._is_plain or self.share < 1:
             raise RuntimeError(
                 "perturbed() is the second pass of the finite difference with curvature=gradient_magnitude over the "
                 "whole batch: otherwise use step(closure), or a TracerPenalty on the loss with any optimiser"
@@ -371,10 +377,8 @@ class TracerOptimizer(AmortisedOptimizer):
             p.grad = gradient
 
     def _clipped_update(self, trial: Trial) -> None:
-        rows, self._rows = self._rows, {}
         super()._clipped_update(trial)
-        for p, its in rows.items():  # as with f: not before the base's first step
-            self.state[p].setdefault(LENGTHS, its.squares)
+        self._directions.note(self.state)  # as with f: not before the base's first step
 
     def _update(self, trial: Trial) -> None:
         super()._update(trial)

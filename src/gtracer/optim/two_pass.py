@@ -169,7 +169,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         random = RandomState(self._devices())
         loss = None
         try:
-            with self._all_or_nothing(random):
+            with self._all_or_nothing(random, anew=self.lean and closure is not None):
                 if closure is None:
                     trial = self._passes_made()
                 else:
@@ -319,9 +319,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         trial.conclude()
 
     @contextmanager
-    def _all_or_nothing(self, random: RandomState) -> Iterator[None]:
-        """On any error put back what the passes have changed: gradients, random numbers, statistics."""
-        params = self._params()
+    def _all_or_nothing(self, random: RandomState, anew: bool = False) -> Iterator[None]:
+        """On any error put back what the passes have changed: random numbers, statistics, gradients (unless `anew`)."""
+        params = self._clear_gradients() if anew else self._params()
         gradients = [p.grad for p in params]
         buffers = Buffers(self.model)
         self._busy = True
@@ -368,7 +368,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             p.grad = None
         return params
 
-    _capturable = True
+    lean, _capturable = False, True
     phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
     _settings: tuple[str, ...] = ("base", "interval", "model", "nonfinite", "_keys")
 
