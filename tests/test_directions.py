@@ -133,7 +133,7 @@ def test_which_weights_are_free(precision):
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         cross_entropy(model(x), y).backward()
     weights = [p for p in model.parameters() if p.ndim > 1]
-    assert [bool(directions.rows_of(p, p.grad).free) for p in weights] == [True, True, False]
+    assert [bool(x) for x in directions.rows_of(weights, [p.grad for p in weights]).free] == [True, True, False]
 
 
 def test_rows_of_zeros():

@@ -56,7 +56,7 @@ def direction(g: Tensors, f: Tensors, delta: float) -> Tensors:
 def aimed(g: Tensors, f: Tensors, delta: float, rho: float | Tensor) -> tuple[Tensors, Tensor]:
     """u = ρ ∇L / (f + δ), and T = Σ (∇L)² / (f + δ)."""
     u = direction(g, f, delta)
-    ratio = tensors.dot(g, u)
+    ratio = tensors.aligned(g, u)
     torch._foreach_mul_(u, rho)
     return u, ratio
 

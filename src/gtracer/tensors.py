@@ -15,6 +15,8 @@ from torch import Tensor
 # What the foreach kernels take and give.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
+SMALL = 2**16  # numbers; of larger tensors each takes its kernel longer than the start of one
+
 
 def norm(xs: Tensors) -> Tensor:
     """Euclidean norm of the whole list.
@@ -43,6 +45,22 @@ def dot(xs: Tensors, ys: Tensors) -> Tensor:
     return _sum(xs, [torch.dot(x.reshape(-1), y.reshape(-1)) for x, y in zip(local(xs), local(ys), strict=True)])
 
 
+def aligned(xs: Tensors, ys: Tensors) -> Tensor:
+    """Inner product of two lists that agree in every sign, by few kernels even where the tensors are many.
+
+    >>> aligned([torch.tensor([1.0, -2.0])], [torch.tensor([3.0, -1.0])])
+    tensor(5.)
+    """
+    if not xs:
+        return torch.zeros(())
+    pairs = list(zip(local(xs), local(ys), strict=True))
+    small = [i for i, (x, _) in enumerate(pairs) if x.numel() < SMALL]
+    products = torch._foreach_mul([pairs[i][0] for i in small], [pairs[i][1] for i in small]) if small else ()
+    found = dict(zip(small, torch._foreach_norm(products, 1) if small else (), strict=True))
+    terms = [found[i] if i in found else torch.dot(x.reshape(-1), y.reshape(-1)) for i, (x, y) in enumerate(pairs)]
+    return _sum(xs, terms)
+
+
 def scale_(xs: Tensors, factor: Tensor) -> None:
     """Multiply every tensor by one 0-dimensional tensor, which may live on another device."""
     xs = local(xs)
@@ -56,13 +74,18 @@ def scale_(xs: Tensors, factor: Tensor) -> None:
 
 def clone(xs: Tensors) -> Tensors:
     """Copies that share nothing with the originals."""
-    return [x.detach().clone() for x in xs]
+    made = [torch.empty_like(x.detach()) for x in xs]
+    copy_(made, [x.detach() for x in xs])
+    return made
 
 
 def copy_(targets: Tensors, sources: Tensors) -> None:
     """Overwrite the targets, bit for bit."""
-    if targets:
-        torch._foreach_copy_(local(targets), local(sources))
+    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # lists of one kind go through one kernel
+    for target, source in zip(local(targets), local(sources), strict=True):
+        alike.setdefault((target.dtype, target.device), []).append((target, source))
+    for pairs in alike.values():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def is_sharded(x: Tensor) -> bool:
@@ -73,6 +96,11 @@ def is_sharded(x: Tensor) -> bool:
 def local(xs: Tensors) -> Tensors:
     """What this process has of each: itself, or its shard, which shares its memory."""
     return [x.to_local() if is_sharded(x) else x for x in xs]  # type: ignore[attr-defined]
+
+
+def whole(x: Tensor) -> Tensor:
+    """Itself; of one that is sharded, all of it."""
+    return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 
 def _sum(xs: Tensors, terms: Tensors) -> Tensor:

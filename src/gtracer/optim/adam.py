@@ -154,7 +154,7 @@ class AdamTracer(TracerOptimizer):
             if not self.trained(p):
                 step = torch.zeros((), device=p.device if group["capturable"] else "cpu")
                 self.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            self.state[p]["step"] += 1
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
         total: Tensors = [p.grad for p in params if p.grad is not None]
         F = part.measured
         lr, decay = group["lr"] if group["capturable"] else float(group["lr"]), group["weight_decay"]

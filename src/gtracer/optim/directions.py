@@ -9,11 +9,13 @@ along w.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from gtracer import tensors
 from gtracer.optim.trial import Slice
 from gtracer.tensors import Tensors
 
@@ -21,62 +23,87 @@ LENGTHS = "first_lengths"  # in the state: ‖w₀‖² of rows
 
 # Of a chance cosine, 1/√n. ResNet-20 in bfloat16: at most 0.04 before a norm, 0.6 at least in the last layer.
 NEARLY_NONE = 0.2
+TINY = 1e-30  # under a quotient, for rows of zeros
 
 
 class Rows(NamedTuple):
-    """The rows of a weight tensor: ‖w‖², and whether the loss depends on no row's length."""
+    """The rows of weight tensors: ‖w‖², and for each tensor 1 where the loss depends on no row's length, else 0."""
 
-    squares: Tensor
-    free: Tensor
+    squares: Tensors
+    free: Tensors
 
 
-def rows_of(p: Tensor, g: Tensor) -> Rows:
+def rows_of(params: Tensors, gradients: Tensors) -> Rows:
     """As the gradient shows: it stands upright on rows whose length does not count."""
-    squares = _by_rows(p, p)
-    lengths = (squares * _by_rows(g, g)).sqrt()
-    cosines = torch.where(lengths > 0, _by_rows(p, g).abs() / lengths, 0.0)
-    return Rows(squares, torch.lt(cosines.mean(), NEARLY_NONE * p[0].numel() ** -0.5))
+    squares = _by_rows(params, params)
+    lengths = torch._foreach_mul(squares, _by_rows(gradients, gradients))
+    torch._foreach_sqrt_(lengths)
+    torch._foreach_clamp_min_(lengths, TINY)
+    cosines = torch._foreach_abs(_by_rows(params, gradients))
+    torch._foreach_div_(cosines, lengths)
+    free = [tensors.whole(c.mean()) for c in cosines]
+    torch._foreach_neg_(free)
+    torch._foreach_add_(free, [NEARLY_NONE * math.prod(p.shape[1:]) ** -0.5 for p in params])
+    torch._foreach_sign_(free)
+    torch._foreach_clamp_min_(free, 0.0)
+    return Rows(squares, free)
 
 
-def damping(delta: float, rows: Rows, first: Tensor) -> Tensor:
+def damping(delta: float, rows: Rows, first: Tensors) -> Tensors:
     """What is added to f: δ ‖w₀‖²/‖w‖² for rows of which only the direction counts, δ for others."""
-    shorter = first / rows.squares
-    return delta * torch.where(rows.free & shorter.isfinite(), shorter, 1.0)
+    factors = torch._foreach_div(first, torch._foreach_clamp_min(rows.squares, TINY))
+    torch._foreach_sub_(factors, 1.0)
+    torch._foreach_mul_(factors, rows.free)
+    torch._foreach_add_(factors, 1.0)
+    torch._foreach_mul_(factors, delta)
+    return factors
 
 
-def turn_(h: Tensor, p: Tensor, rows: Rows) -> None:
+def turn_(h: Tensors, params: Tensors, rows: Rows) -> None:
     """Take from the penalty's gradient what it has along such rows."""
-    along = _by_rows(h, p) / rows.squares
-    h.sub_(p * torch.where(rows.free & along.isfinite(), along, 0.0))
+    along = torch._foreach_div(_by_rows(h, params), torch._foreach_clamp_min(rows.squares, TINY))
+    torch._foreach_mul_(along, rows.free)
+    torch._foreach_sub_(h, [p * a for p, a in zip(params, along, strict=True)])
 
 
 class Directions:
     """The rows of a step's weights, looked at once: later the weights may be displaced."""
 
     def __init__(self) -> None:
-        self._rows: dict[Tensor, Rows] = {}
+        self._seen: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
-    def damping(self, part: Slice, state: dict[Tensor, dict[str, Any]]) -> list[Tensor | float]:
-        """What is added to f of each parameter."""
+    def damped(self, part: Slice, f: Tensors, state: dict[Tensor, dict[str, Any]]) -> Tensors:
+        """f and what is added to it."""
         delta: float = part.knobs["delta"]
-        for p, g in zip(part.params, part.gradients, strict=True):
-            if p.ndim > 1 and p not in self._rows:
-                self._rows[p] = rows_of(p, g.detach())
-        first = {p: state[p][LENGTHS] for p in part.params if LENGTHS in state.get(p, {})}
-        return [damping(delta, self._rows[p], first[p]) if p in first else delta for p in part.params]
+        wide = {p: g.detach() for p, g in zip(part.params, part.gradients, strict=True) if p.ndim > 1}
+        if any(p not in self._seen for p in wide):
+            self._seen |= zip(wide, zip(*rows_of(list(wide), list(wide.values())), strict=True), strict=True)
+        rows = self._rows(list(wide))
+        first = [state.get(p, {}).get(LENGTHS, now) for p, now in zip(wide, rows.squares, strict=True)]
+        own = dict(zip(wide, damping(delta, rows, first) if wide else (), strict=True))
+        damped = dict(zip(part.params, f, strict=True))
+        rest = [p for p in damped if p not in own]
+        plain = torch._foreach_add([damped[p] for p in rest], delta) if rest else ()
+        damped |= zip(rest, plain, strict=True)
+        return [damped[p] + own[p] if p in own else damped[p] for p in part.params]
 
     def turn_(self, params: Tensors, penalty: Tensors | None) -> None:
         """Take from the penalty's gradient what it has along rows of which only the direction counts."""
-        for p, h in zip(params, penalty or (), strict=False):
-            if p in self._rows:
-                turn_(h, p, self._rows[p])
+        wide = [(p, h) for p, h in zip(params, penalty or (), strict=False) if p in self._seen]
+        if wide:
+            params = [p for p, _ in wide]
+            turn_([h for _, h in wide], params, self._rows(params))
 
     def note(self, state: dict[Tensor, dict[str, Any]]) -> None:
         """Keep the lengths that rows had at first."""
-        for p, its in self._rows.items():
-            state[p].setdefault(LENGTHS, its.squares)
+        for p, (squares, _) in self._seen.items():
+            state[p].setdefault(LENGTHS, squares)
+
+    def _rows(self, params: Tensors) -> Rows:
+        return Rows([self._seen[p][0] for p in params], [self._seen[p][1] for p in params])
 
 
-def _by_rows(x: Tensor, y: Tensor) -> Tensor:
+def _by_rows(xs: Tensors, ys: Tensors) -> Tensors:
     """Inner products of rows, in a shape that can be multiplied with them."""
-    return (x * y).sum(tuple(range(1, x.ndim)), keepdim=True)
+    products = torch._foreach_mul(xs, ys)
+    return [x.sum(tuple(range(1, x.ndim)), keepdim=True) for x in products]

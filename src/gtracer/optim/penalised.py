@@ -26,7 +26,7 @@ from gtracer.curvature import (
 )
 from gtracer.optim.amortised import PREVIOUS, AmortisedOptimizer, check_lean, check_reuse
 from gtracer.optim.clip import Clip
-from gtracer.optim.directions import Directions
+from gtracer.optim.directions import TINY, Directions
 from gtracer.optim.parts import split
 from gtracer.optim.partwise import Parts, PartwiseOptimizer
 from gtracer.optim.stack import Stack, flat, mean_product
@@ -144,10 +144,10 @@ class TracerOptimizer(AmortisedOptimizer):
         return [f[p] for p in part.params]
 
     def _damped(self, part: Slice) -> tuple[Tensors, float]:
-        f = self._average(part)
+        f, delta = self._average(part), part.knobs["delta"]
         if not self.scale_free:
-            return f, part.knobs["delta"]
-        return [x + d for x, d in zip(f, self._directions.damping(part, self.state), strict=True)], 0.0
+            return f, delta
+        return self._directions.damped(part, f, self.state), min(delta, TINY)
 
     def _conclude(self, trial: Trial) -> None:
         self._directions.turn_(trial.params, trial.penalty)

@@ -8,9 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gtracer import tensors
-from gtracer.tensors import Tensors
-
 
 class Stats:
     """Numbers of the last step. Reading them waits for the device, keeping them does not.
@@ -25,14 +22,18 @@ class Stats:
             read (NaN for SAM).
     """
 
-    def __init__(self, loss: Tensor | None, trace_ratio: Tensor | None, g: Tensors, penalty: Tensors | None) -> None:
-        size = tensors.norm(g)
-        missing = torch.full_like(size, math.nan)
-        change, inner = torch.zeros_like(size), missing
-        if penalty is not None:
-            change, inner = tensors.norm(penalty), tensors.dot(g, penalty)
-        known = [missing if x is None else x.detach().reshape(()).to(size) for x in (loss, trace_ratio)]
-        self._values = torch.stack([*known, size, change, inner])
+    def __init__(
+        self,
+        loss: Tensor | None,
+        trace_ratio: Tensor | None,
+        size: Tensor,  # ‖∇L‖
+        change: Tensor | None = None,  # ‖ρ∇T‖
+        total: Tensor | None = None,  # ‖∇L + ρ∇T‖
+    ) -> None:
+        known = [math.nan if x is None else x.detach().reshape(()).to(size) for x in (loss, trace_ratio)]
+        values = [*known, size, 0.0 if change is None else change, math.nan if total is None else total]
+        missing = torch.zeros_like(size)
+        self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
         self._loss_told = loss is not None
         self._read: list[float] | None = None
         self._damped_share: float | None = None
@@ -70,7 +71,10 @@ class Stats:
 
     @property
     def cosine(self) -> float:
-        return _ratio(self._value(4), self.gradient_norm * self.penalty_norm)
+        g, h, total = self.gradient_norm, self.penalty_norm, self._value(4)
+        # ‖g + h‖² = ‖g‖² + ‖h‖² + 2 ⟨g, h⟩, and the norm of the sum is one kernel, not one for every tensor.
+        cosine = _ratio(total**2 - g**2 - h**2, 2 * g * h)
+        return cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))
 
     @property
     def damped_share(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gtracer import tensors
 from gtracer.curvature import squares
 from gtracer.optim.stats import Stats
 from gtracer.penalty import Passes
@@ -82,10 +83,13 @@ class Trial:
 
     def conclude(self) -> None:
         """Add the penalty to the gradients and put the sum where the base optimiser looks for it."""
-        self.stats = Stats(self.loss, self.trace_ratio, self.gradients, self.penalty)
         total: Tensors = self.gradients
+        norms = [tensors.norm(self.gradients)]
         if self.penalty is not None:
             total, self.penalty = self.penalty, None
+            norms.append(tensors.norm(total))
             torch._foreach_add_(total, self.gradients)
+            norms.append(tensors.norm(total))
+        self.stats = Stats(self.loss, self.trace_ratio, *norms)
         for p, gradient in zip(self.params, total, strict=True):
             p.grad = gradient

@@ -1,0 +1,65 @@
+"""What a step does besides its passes takes as many calls of torch for a deep net as for a shallow one.
+
+On a GPU each call is a kernel to start; a small net's passes are hardly longer than a few hundred of those.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gtracer import SAM, AdamTracer, SGDTracer, Tracer
+
+NO_KERNEL = {"detach", "view", "reshape", "alias", "select", "split", "unbind", "empty_like", "expand", "t"}
+ON_THE_CPU = {"_local_scalar_dense"}  # Adam's count of steps
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ not in NO_KERNEL | ON_THE_CPU
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(action):
+    with Calls() as calls:
+        action()
+    return calls.count
+
+
+def own_calls(maker, depth, passes=2):
+    """Of a step, less those of its passes."""
+    torch.manual_seed(0)
+    blocks = [(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(depth)]
+    model = nn.Sequential(*(layer for block in blocks for layer in block))
+    x = torch.randn(8, 4)
+
+    def loss_of():
+        return model(x).square().mean()
+
+    opt = maker(model.parameters(), model=model, nonfinite="ignore")
+    opt.step(loss_of)
+    opt.step(loss_of)
+    alone = calls_of(lambda: torch.autograd.grad(loss_of(), list(model.parameters())))
+    return calls_of(lambda: opt.step(loss_of)) - passes * alone
+
+
+SGD = {"lr": 0.1, "momentum": 0.9, "foreach": True}  # on a CPU torch's default is tensor by tensor
+MAKERS = {
+    "sgd": (lambda p, **k: SGDTracer(p, **SGD, **k), 60),
+    "lean": (lambda p, **k: SGDTracer(p, **SGD, lean=True, **k), 75),
+    "adam": (lambda p, **k: AdamTracer(p, lr=0.01, **k), 70),
+    "rmsprop": (lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01, foreach=True), **k), 70),
+    "sam": (lambda p, **k: SAM(torch.optim.SGD(p, **SGD), **k), 50),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_as_many_for_many_tensors_as_for_few(name):
+    maker, most = MAKERS[name]
+    few, many = own_calls(maker, 2), own_calls(maker, 9)
+    assert few == many
+    assert few <= most
