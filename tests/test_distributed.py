@@ -97,6 +97,74 @@ def test_the_penalty_is_that_of_the_global_batch(name, views):
     agree(together(ddp, name, {}, {}, views), alone(name))
 
 
+def test_both_displaced_gradients_are_kept_apart_in_buckets():
+    central = {"difference": "central"}
+    agree(together(ddp, "SGDTracer", central, {}, True), alone("SGDTracer", **central))
+
+
+def in_a_group_of_its_own(rank, words, parts):
+    groups = [distributed.new_group([r]) for r in range(2)]
+    model = DistributedDataParallel(network(), process_group=groups[rank])
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+        opt.step(lambda x, y: cross_entropy(model(x), y), *(() if parts else ((rank + 1) * x, y)), **given, **words)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize(("words", "parts"), [({"penalty": "each"}, 0), ({}, 6)])
+def test_other_groups_are_left_alone(words, parts):
+    """A process with a group of its own trains as it does alone, while the other does something else."""
+    found = together(in_a_group_of_its_own, words, parts)[0]
+    agree([found], alone("SGDTracer"))
+
+
+def with_statistics(rank, words, parts):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    model = DistributedDataParallel(net)
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        x, y = x[half(rank)] + rank, y[half(rank)]
+        given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+        opt.step(lambda x, y: cross_entropy(model(x), y), *(() if parts else (x, y)), **given, **words)
+    return (net[1].running_mean,)
+
+
+@pytest.mark.parametrize(("words", "parts"), [({"penalty": "each"}, 0), ({}, 3), ({"penalty": "each"}, 3)])
+def test_statistics_are_the_first_process_s(words, parts):
+    """As DistributedDataParallel keeps them, though the passes join no gradients."""
+    found = together(with_statistics, words, parts)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0].any()
+
+
+def with_an_infinite_loss(rank):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model, nonfinite="skip")
+    for i, (x, y) in enumerate(batches()):
+        more = torch.inf if rank == 1 and i == 1 else 0.0
+        opt.step(lambda x, y, more=more: cross_entropy(model(x), y) + more, x[half(rank)], y[half(rank)])
+    return (flat(model.parameters()),)
+
+
+def test_all_processes_skip_a_step_or_none():
+    found = together(with_an_infinite_loss)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def refused_statically(rank):
+    model = DistributedDataParallel(network(), static_graph=True)
+    try:
+        trained(model, OPTIMIZERS["SGDTracer"](model.parameters(), model=model), half(rank), penalty="each")
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_static_graph_cannot_be_taken_in_parts():
+    assert all("static_graph=True" in message for message in together(refused_statically))
+
+
 def test_clipping_is_by_the_global_norm():
     clip = {"clip": Clip(norm=0.05)}
     agree(together(ddp, "SGDTracer", clip, {}), alone("SGDTracer", **clip))
@@ -241,18 +309,18 @@ def test_fully_shard_with_directions():
     assert not torch.allclose(expected[0], alone("SGDTracer", directed_network)[0], rtol=1e-3)
 
 
-def half_way(rank, name, folder):
+def half_way(rank, name, folder, own):
     model = sharded_network()
-    opt = OPTIMIZERS[name](model.parameters())
+    opt = OPTIMIZERS[name](model.parameters(), **own)
     for x, y in batches()[:2]:
         opt.step(lambda x, y: cross_entropy(model(x), y), x[half(rank)], y[half(rank)])
     weights, state = get_state_dict(model, opt)
     checkpoint.save({"model": weights, "opt": state}, checkpoint_id=folder)
 
 
-def the_rest(rank, name, folder, world):
+def the_rest(rank, name, folder, world, own):
     model = sharded_network()
-    opt = OPTIMIZERS[name](model.parameters())
+    opt = OPTIMIZERS[name](model.parameters(), **own)
     weights, state = get_state_dict(model, opt)
     held = {"model": weights, "opt": state}
     checkpoint.load(held, checkpoint_id=folder)
@@ -267,8 +335,35 @@ def the_rest(rank, name, folder, world):
 @pytest.mark.parametrize("name", ["SGDTracer", "AdamWTracer"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_sharded_checkpoint_goes_on_on_any_number_of_processes(name, world, tmp_path):
-    together(half_way, name, tmp_path / "checkpoint")
-    agree(together(the_rest, name, tmp_path / "checkpoint", world, world=world), alone(name))
+    together(half_way, name, tmp_path / "checkpoint", {})
+    agree(together(the_rest, name, tmp_path / "checkpoint", world, {}, world=world), alone(name))
+
+
+@pytest.mark.parametrize("own", [{"interval": 3, "reuse": 0.5}, {"reuse": "previous"}, {"scale_free": True}], ids=str)
+def test_a_sharded_checkpoint_of_what_is_reused(own, tmp_path):
+    together(half_way, "SGDTracer", tmp_path / "checkpoint", own)
+    agree(together(the_rest, "SGDTracer", tmp_path / "checkpoint", 2, own), alone("SGDTracer", **own))
+
+
+def half_without_gradients(rank):
+    """One process has nothing but zeros in its shards."""
+    model = sharded_network()
+    opt = OPTIMIZERS["SGDTracer"](model.parameters())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(rank))
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_all_processes_refuse_a_step_without_passes():
+    assert all("without the second pass" in message for message in together(half_without_gradients))
+
+
+def test_a_sharded_update_is_not_compiled():
+    with pytest.raises(AssertionError, match="compiled = True is for whole tensors"):
+        together(sharded, "SGDTracer", {"compiled": True})
 
 
 # The harness itself.

@@ -50,7 +50,6 @@ def own_calls(maker, depth, passes=2):
 SGD = {"lr": 0.1, "momentum": 0.9, "foreach": True}  # on a CPU torch's default is tensor by tensor
 MAKERS = {
     "sgd": (lambda p, **k: SGDTracer(p, **SGD, **k), 60),
-    "lean": (lambda p, **k: SGDTracer(p, **SGD, lean=True, **k), 75),
     "adam": (lambda p, **k: AdamTracer(p, lr=0.01, **k), 70),
     "rmsprop": (lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01, foreach=True), **k), 70),
     "sam": (lambda p, **k: SAM(torch.optim.SGD(p, **SGD), **k), 50),

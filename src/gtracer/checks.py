@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def number(
@@ -84,3 +87,10 @@ def parameters(value: Any) -> Any:
         if not isinstance(item, Tensor | dict | tuple):
             raise ValueError(f"params must hold tensors, (name, tensor) pairs or groups, got {item!r}")
     return listed
+
+
+def labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a group with what to call them in an error."""
+    names = group.get("param_names")
+    for index, p in enumerate(group["params"]):
+        yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group {tuple(p.shape)}", p

@@ -100,19 +100,22 @@ def finite_difference(
     central: bool = False,
     run: Runner = lambda function: function,
     again: Callable[[], Tensors] | None = None,
+    safely: bool = False,
 ) -> Passes:
     """2 H u from gradients `radius` away along u: one further pass, or with `central` two.
 
     The error is O(radius), with `central` O(radius²). The direction and the gradients that are
     sent in are overwritten, so that no further copy of the weights is needed. `run` may compile the arithmetic.
     With `again`, which computes the direction once more, not even the weights are copied (and not with `central`).
+    `safely`, and always with `again`, no weight is displaced to infinity or NaN.
     """
-    length = run(_shorten_)(direction, radius)
+    safely = safely or again is not None
+    length = run(_shorten_)(direction, radius, safely)
 
     def shortened() -> Tensors:
         assert again is not None
         u = again()
-        run(_shorten_)(u, radius)
+        run(_shorten_)(u, radius, safely)
         return u
 
     # Whoever displaces the weights empties the list, which then holds no memory any more.
@@ -127,11 +130,13 @@ def finite_difference(
     return ahead
 
 
-def _shorten_(direction: Tensors, radius: float) -> Tensor:
+def _shorten_(direction: Tensors, radius: float, safely: bool) -> Tensor:
     """Give it this length; its own comes back."""
     length = tensors.norm(direction)
     # 0/0 would turn a vanished gradient into NaN; its penalty is 0.
     tensors.scale_(direction, torch.where(length > 0, radius / length, 0.0))
+    if safely:
+        tensors.finite_(direction)
     return length
 
 

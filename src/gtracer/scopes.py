@@ -65,11 +65,21 @@ class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        self.buffers = list(model.buffers()) if model is not None else []
+        modules = model.modules() if model is not None else ()
+        everywhere = [(b, (m._buffers, name)) for m in modules for name, b in m._buffers.items() if b is not None]
+        once = {id(b): (b, place) for b, place in reversed(everywhere)}  # shared ones are one
+        self.buffers = [b for b, _ in once.values()]
+        self._places = [place for _, place in once.values()]
         self.saved = tensors.clone(self.buffers)
+
+    def now(self) -> Tensors:
+        """What the model has in their places: a forward pass may change a buffer or put another in its place."""
+        return [found for where, name in self._places if (found := where[name]) is not None]
 
     @torch.no_grad()
     def restore(self) -> None:
+        for (where, name), buffer in zip(self._places, self.buffers, strict=True):
+            where[name] = buffer
         tensors.copy_(self.buffers, self.saved)
 
 
@@ -104,9 +114,10 @@ class PooledStatistics:
         self._start.restore()
         yield
         with torch.no_grad():
-            for moved, now, before in zip(self._moved, self._start.buffers, self._start.saved, strict=True):
+            for moved, now, before in zip(self._moved, self._start.now(), self._start.saved, strict=True):
                 if now.is_floating_point() or now.is_complex():
-                    moved.add_(now - before, alpha=share)
+                    # A mask's −∞ has not moved.
+                    moved.add_(torch.where(now == before, torch.zeros_like(now), now - before), alpha=share)
                 else:
                     moved.copy_(now ^ before if now.dtype == torch.bool else now - before)
 

@@ -72,6 +72,12 @@ def scale_(xs: Tensors, factor: Tensor) -> None:
             x.mul_(factor.to(x.device))
 
 
+def finite_(xs: Tensors) -> None:
+    """Zero in the place of what is infinite or not a number."""
+    for x in local(xs):
+        x.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def clone(xs: Tensors) -> Tensors:
     """Copies that share nothing with the originals."""
     made = [torch.empty_like(x.detach()) for x in xs]

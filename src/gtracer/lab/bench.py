@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import statistics
@@ -187,6 +188,7 @@ def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
     """
     if not state:
         step()  # the optimiser's state is there then
+    gc.collect()  # what others left would be freed, and counted, in between
     if device.type == "cuda":
         _finish(device)
         before = torch.cuda.memory_allocated(device)

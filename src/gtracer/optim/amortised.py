@@ -114,7 +114,7 @@ class AmortisedOptimizer(PosteriorOptimizer):
         return [self._some[p] if p in self._some else torch.zeros_like(p) for part in slices for p in part.params]
 
     def _passes_made(self) -> Trial:
-        if self.reuse == PREVIOUS:
+        if self.reuse == PREVIOUS and not self._is_empty_step():
             raise RuntimeError("step() without a closure: reuse='previous' displaces the weights itself, step(closure)")
         return super()._passes_made()
 
@@ -135,6 +135,10 @@ class AmortisedOptimizer(PosteriorOptimizer):
         if isinstance(self.reuse, float | int) and trial.renewed:
             found[LAST] = torch._foreach_sub([p.grad for p in trial.params if p.grad is not None], trial.gradients)
         super()._clipped_update(trial)
+        if isinstance(self.reuse, float | int):
+            for p in trial.params:
+                if LAST not in self.state[p]:  # a place for what a checkpoint holds
+                    self.state[p][LAST] = torch.zeros_like(p)
         if self.reuse == PREVIOUS:
             found[AHEAD] = [v for part in trial.slices for v in direction(part.gradients, *self._damped(part))]
         for name, values in found.items():

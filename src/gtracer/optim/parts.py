@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.tensors import Tensors
@@ -58,7 +59,8 @@ def shared(batches: Sequence[Any]) -> list[tuple[float, tuple[Any, ...]]]:
     >>> shared([torch.zeros(1, 5), (torch.zeros(3, 5), torch.zeros(3))])[1][0]
     0.75
     """
-    listed = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    # A DataLoader gives lists.
+    listed = [tuple(batch) if isinstance(batch, tuple | list) else (batch,) for batch in batches]
     if not listed:
         raise ValueError("batches must hold at least one batch, got none")
     counts = []
@@ -70,8 +72,31 @@ def shared(batches: Sequence[Any]) -> list[tuple[float, tuple[Any, ...]]]:
     return [(count / sum(counts), batch) for count, batch in zip(counts, listed, strict=True)]
 
 
+def kept(gradient: Tensor | None) -> Tensor:
+    """A gradient that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
+    assert gradient is not None
+    several = distributed.is_available() and distributed.is_initialized()
+    in_bucket = several and gradient._base is not None and not gradient.requires_grad
+    return gradient.clone() if in_bucket else gradient
+
+
+def as_first(model: Any) -> None:
+    """Give all processes the first one's statistics, as DistributedDataParallel does only where it joins gradients."""
+    if not (isinstance(model, DistributedDataParallel) and model.broadcast_buffers):
+        return
+    named = model.module.named_buffers()
+    shared = [b for name, b in named if name not in model.parameters_to_ignore]
+    for dtype in dict.fromkeys(b.dtype for b in shared):  # in the same order everywhere
+        buffers = [b for b in shared if b.dtype == dtype]
+        flat = torch.cat([b.reshape(-1) for b in buffers])
+        distributed.broadcast(flat, group=model.process_group, group_src=0)
+        pieces = torch.split(flat, [b.numel() for b in buffers])
+        for b, piece in zip(buffers, pieces, strict=True):
+            b.copy_(piece.view_as(b))
+
+
 def mean_over_processes(
-    found: dict[Tensor, list[Tensor]], params: Tensors, number: Tensor | None = None
+    found: dict[Tensor, list[Tensor]], params: Tensors, group: Any, number: Tensor | None = None
 ) -> tuple[dict[Tensor, list[Tensor]], Tensor]:
     """Of what each process found for each parameter, and of a number, by one exchange.
 
@@ -83,8 +108,8 @@ def mean_over_processes(
     seen = torch.tensor([float(p in found) for p in params], device=params[0].device, dtype=params[0].dtype)
     number = torch.zeros_like(seen[:1]) if number is None else number.reshape(1).to(seen)
     flat = torch.cat([number, seen, *(x.reshape(-1) for row in rows for x in row)])
-    distributed.all_reduce(flat)
-    flat /= distributed.get_world_size()
+    distributed.all_reduce(flat, group=group)
+    flat /= distributed.get_world_size(group)
     number, seen, *pieces = torch.split(flat, [1, len(params), *(x.numel() for row in rows for x in row)])
     columns = iter(pieces)
     means = {p: [next(columns).view(p.shape).to(p.dtype) for _ in range(width)] for p in params}
@@ -143,10 +168,10 @@ class Pool:
             if change is not None:
                 mean.penalty.add_(change, alpha=share)
 
-    def join_processes(self, params: Tensors) -> None:
+    def join_processes(self, params: Tensors, group: Any) -> None:
         """Take the means over all processes, each of which has pooled parts of its own."""
         rows = {p: [mean.gradient, mean.penalty, mean.curvature] for p, mean in self._means.items()}
-        joined, ratio = mean_over_processes(rows, params, self._ratio)
+        joined, ratio = mean_over_processes(rows, params, group, self._ratio)
         self._means = {p: Means(*row) for p, row in joined.items()}
         self._ratio = None if self._ratio is None else ratio
 

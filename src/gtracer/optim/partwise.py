@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
+from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
 from gtracer import checks, tensors
 from gtracer.optim.clip import Clip
-from gtracer.optim.parts import Pool, mean_over_processes, shared
+from gtracer.optim.parts import Pool, as_first, mean_over_processes, shared
 from gtracer.optim.trial import Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
 from gtracer.scopes import PooledStatistics
@@ -101,16 +102,29 @@ class PartwiseOptimizer(TwoPassOptimizer):
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
-        if scaler is not None and self._trial is None and not self._busy:
+        if scaler is None or not scaler.is_enabled():
+            with super().perturbed():
+                yield
+            return
+        self._require_scaled(scaler)
+        self._drop_abandoned()
+        scaled = [(p, p.grad) for p in self._params()]
+        if self._trial is None and not self._busy:
             self._unscale(scaler)
-        with super().perturbed():
-            yield
-            if scaler is not None:
+        self._scaler = scaler
+        try:
+            with super().perturbed():
+                yield
                 self._unscale(scaler)
-        if scaler is not None and self._trial is not None and self._trial.displacement is None:
+        except BaseException:
+            for p, gradient in scaled:
+                p.grad = gradient
+            raise
+        finally:
+            self._scaler = None
+        if self._trial is not None and self._trial.displacement is None:
             self._scale(self._trial, scaler)
+            self._trial.leave()
 
     # Half precision: nothing but the backward pass itself sees scaled gradients.
 
@@ -130,9 +144,23 @@ class PartwiseOptimizer(TwoPassOptimizer):
     def _scale(self, trial: Trial, scaler: torch.amp.GradScaler) -> None:
         _multiply(trial.params, scaler.scale)
 
-    def _require_finite(self, trial: Trial) -> None:
-        if self._scaler is None:  # who looks for itself
-            super()._require_finite(trial)
+    def _require_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
+            raise RuntimeError(
+                "perturbed(scaler=…) after scaler.unscale_(opt): the gradients would be unscaled twice. Call unscale_ "
+                "behind the scope, before scaler.step(opt)"
+            )
+
+    @property
+    def _may_overflow(self) -> bool:
+        """Whether a first pass may do so by way of routine, and a second at weights of NaN spoil what nobody saves."""
+        return self._scaler is not None and self.model is None
+
+    def _nonfinite(self, trial: Trial) -> str:
+        if self._scaler is not None or trial.stats is None:  # a scaler looks for itself
+            return ""
+        # All processes must decide the same, and each has a loss of its own.
+        return trial.stats.nonfinite(loss=not self._processes_are_joined())
 
     def _update(self, trial: Trial) -> None:
         if self._scaler is None:
@@ -150,7 +178,7 @@ class PartwiseOptimizer(TwoPassOptimizer):
     # Parts.
 
     def _make_passes(self, closure: Callable[..., Any], batch: tuple[Any, ...]) -> tuple[Any, Trial]:
-        alone = self._parts is None and not (self._each and _processes() > 1)
+        alone = self._parts is None and not (self._each and self._world > 1)
         if alone:
             return super()._make_passes(closure, batch)
         parts = self._parts or [(1.0, batch)]
@@ -169,8 +197,9 @@ class PartwiseOptimizer(TwoPassOptimizer):
                     _, trial = self._passes_over(partial(closure, *part))
                 pool.add(trial, share)
         statistics.conclude()
-        if _processes() > 1 and self._each:
-            pool.join_processes(self._params())
+        if self._world > 1 and self._each:
+            pool.join_processes(self._params(), self._group)
+            as_first(self.model)
         slices = [Slice(group, self.knobs(group), group["params"], []) for group in self.param_groups]
         trial = pool.trial(slices, own_curvature=own_curvature)
         self._conclude(trial)
@@ -179,8 +208,8 @@ class PartwiseOptimizer(TwoPassOptimizer):
     def _evaluate_parts(self, closure: Callable[..., Any], parts: Parts) -> Any:
         """A closure for the whole batch that takes it in parts."""
         mean: dict[Tensor, Tensor] = {}
-        total, statistics = None, PooledStatistics(self.model)
         shared_model = isinstance(self.model, DistributedDataParallel)
+        total, statistics = None, PooledStatistics(self.model)
         with self._by_itself() if shared_model else nullcontext():
             for share, part in parts:
                 with statistics.part(share):
@@ -194,8 +223,9 @@ class PartwiseOptimizer(TwoPassOptimizer):
                     total = share * loss.detach() + (0 if total is None else total) if known else loss
         statistics.conclude()
         if shared_model:
-            joined, _ = mean_over_processes({p: [g] for p, g in mean.items()}, self._params())
+            joined, _ = mean_over_processes({p: [g] for p, g in mean.items()}, self._params(), self._group)
             mean = {p: gradient for p, (gradient,) in joined.items()}
+            as_first(self.model)
         for p in self._params():
             p.grad = mean.get(p)
         self._unscaled = True
@@ -206,16 +236,31 @@ class PartwiseOptimizer(TwoPassOptimizer):
 
     def _processes_are_joined(self) -> bool:
         """Whether other processes train the same weights; unless a model says otherwise, they do."""
-        return _processes() > 1 and (self.model is None or isinstance(self.model, DistributedDataParallel))
+        return self._world > 1 and (self.model is None or isinstance(self.model, DistributedDataParallel))
+
+    @property
+    def _group(self) -> Any:
+        """The processes that train the model; None for all there are."""
+        return self.model.process_group if isinstance(self.model, DistributedDataParallel) else None
+
+    @property
+    def _world(self) -> int:
+        several = distributed.is_available() and distributed.is_initialized()
+        return distributed.get_world_size(self._group) if several else 1
 
     def _by_itself(self) -> AbstractContextManager[Any]:
         """Where gradients are this process's own."""
-        if _processes() == 1:
+        if self._world == 1:
             return nullcontext()
         if not isinstance(self.model, DistributedDataParallel):
             raise RuntimeError(
-                f"penalty = 'each' on {_processes()} processes needs model=, the DistributedDataParallel module, to "
+                f"penalty = 'each' on {self._world} processes needs model=, the DistributedDataParallel module, to "
                 f"keep their gradients apart; got model = {type(self.model).__name__}"
+            )
+        if self.model.static_graph:
+            raise RuntimeError(
+                "static_graph=True of DistributedDataParallel with batches or penalty = 'each': it cannot keep "
+                "gradients apart, leave it out"
             )
         return self.model.no_sync()
 
@@ -244,7 +289,3 @@ def _multiply(params: Tensors, factor: Callable[[Tensor], Tensor]) -> None:
         tensors.scale_(gradients, factor(torch.ones((), device=params[0].device)))
         for p, gradient in zip(params, gradients, strict=True):
             p.grad = gradient
-
-
-def _processes() -> int:
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -212,8 +212,10 @@ class TracerOptimizer(AmortisedOptimizer):
         params = [p for part in slices for p in part.params]
         gradients = self._compared(slices)
         central, again = self.difference == "central", (lambda: self._aim(slices)[0]) if self.lean else None
-        engine = partial(finite_difference, radius=self.radius, central=central, run=self._run, again=again)
-        return Plan((exact if self.engine == "exact" else engine)(params, gradients, u), ratio)
+        if self.engine == "exact":
+            return Plan(exact(params, gradients, u), ratio)
+        own: dict[str, Any] = {"run": self._run, "again": again, "safely": self._may_overflow}
+        return Plan(finite_difference(params, gradients, u, radius=self.radius, central=central, **own), ratio)
 
     def _aim(self, slices: list[Slice]) -> tuple[Tensors, Tensor | None]:
         """u of these gradients, and T."""
@@ -344,7 +346,7 @@ class TracerOptimizer(AmortisedOptimizer):
         return super().perturbed(scaler)
 
     def _passes_made(self) -> Trial:
-        if not self.curvature.is_default:
+        if not self.curvature.is_default and not self._is_empty_step():
             raise RuntimeError(f"step() without a closure: {self.curvature} makes its own passes, use step(closure)")
         return super()._passes_made()
 
@@ -354,6 +356,8 @@ class TracerOptimizer(AmortisedOptimizer):
         check_group(self.knobs(group))
 
     def _check_parameter(self, label: str, p: Tensor) -> None:
+        if self.compiled and tensors.is_sharded(p):
+            raise ValueError(f"{label} is sharded (DTensor), and compiled = True is for whole tensors: leave it out")
         if self.engine != "exact" or p.is_complex():
             super()._check_parameter(label, p)
         elif p.dtype == torch.float16:

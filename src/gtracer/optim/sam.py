@@ -65,6 +65,8 @@ class SAM(PartwiseOptimizer):
         rhos = [part.signed_rho for part in slices for _ in part.params]
         displacement = list(torch._foreach_mul(self._stretched(params, steps), rhos))
         tensors.scale_(displacement, torch.where(length > 0, 1 / length, 0.0))
+        if self._may_overflow:
+            tensors.finite_(displacement)
         return Plan(sharpness_change(gradients, displacement))
 
     def _stretched(self, params: Tensors, xs: Tensors) -> Tensors:

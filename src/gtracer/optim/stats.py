@@ -82,10 +82,10 @@ class Stats:
             self._damped_share = math.nan if self.count_damped is None else self.count_damped().item()
         return self._damped_share
 
-    def nonfinite(self) -> str:
+    def nonfinite(self, *, loss: bool = True) -> str:
         """What is NaN or infinite, in words; empty where all is well. A loss that nobody told is not checked."""
         values = {
-            "the loss": self.loss if self._loss_told else 0.0,
+            "the loss": self.loss if loss and self._loss_told else 0.0,
             "the norm of the gradient": self.gradient_norm,
             "the norm of the penalty's gradient": self.penalty_norm,
         }

@@ -69,6 +69,7 @@ class Trial:
         self.stats: Stats | None = None
         self.penalised = plan.passes is not None
         self.renewed = False  # whether the penalty is this step's own
+        self._left: list[Tensor | None] = [p.grad for p in self.params]
         self._passes = plan.passes
         if self._passes is not None:
             self.proceed(None)
@@ -80,6 +81,15 @@ class Trial:
             self.displacement = self._passes.send(gradients)  # type: ignore[arg-type]
         except StopIteration as finished:
             self.displacement, self.penalty, self._passes = None, finished.value, None
+
+    def leave(self) -> None:
+        """Let others see the gradients that there are now."""
+        self._left = [p.grad for p in self.params]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether other gradients are in the place of those that it left."""
+        return any(p.grad is not left for p, left in zip(self.params, self._left, strict=True))
 
     def conclude(self) -> None:
         """Add the penalty to the gradients and put the sum where the base optimiser looks for it."""

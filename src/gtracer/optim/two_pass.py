@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gtracer import checks, scopes, tensors
+from gtracer.optim.parts import kept
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.penalty import NONFINITE, check_loss
@@ -136,7 +137,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """The group with the defaults for what it leaves out, checked."""
         complete = defaults | group
         self._check_group(complete)
-        for label, p in _labelled(complete):
+        for label, p in checks.labelled(complete):
             self._check_parameter(label, p)
         return complete
 
@@ -188,6 +189,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Weights displaced for the second pass, in loops that cannot hand over a closure."""
         if self._busy:
             raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
+        self._drop_abandoned()
         if self._trial is not None and self._trial.penalised and self._trial.displacement is None:
             raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
         entered = RandomState(self._devices())
@@ -208,6 +210,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             if trial.displacement is None:
                 self._conclude(trial)
         self._trial = trial
+        trial.leave()
+
+    def _drop_abandoned(self) -> None:
+        """Forget a step that was begun and never made: a scaler skipped it, and the next gradients are there."""
+        if self._trial is not None and self._trial.is_abandoned:
+            self._trial = None
 
     # The passes.
 
@@ -233,8 +241,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _check_capture(self) -> None:
         """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
-        one_further_pass = getattr(self, "difference", "") != "central"
-        redrawn = bool(self._draws) and not (one_further_pass and scopes.twin_of_capture.get() is not None)
+        redrawn = bool(self._draws) and (self._is_central or scopes.twin_of_capture.get() is None)
         reasons = {
             "make a step first, so that all state exists": self._draws is None,
             "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
@@ -244,6 +251,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
             raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
+
+    @property
+    def _is_central(self) -> bool:
+        return getattr(self, "difference", "") == "central"
 
     def _passes_made(self) -> Trial:
         """The passes that a loop without closure has made before `step()`."""
@@ -263,7 +274,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _is_empty_step(self) -> bool:
         """Whether all gradients are zero: so torch.distributed.checkpoint lets an optimiser make its state."""
         gradients = [p.grad for p in self._params() if p.grad is not None]
-        return bool(gradients) and not any(g.any() for g in tensors.local(gradients))
+        return bool(gradients) and bool(tensors.norm(gradients) == 0)  # the same on all processes
 
     def _first_pass(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the loss and leave its gradients in `.grad`."""
@@ -287,14 +298,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Collect the gradients of the first pass and plan the others."""
         slices = []
         for group in self.param_groups:
-            used = [(label, p) for label, p in _labelled(group) if p.grad is not None]
+            used = [(label, p) for label, p in checks.labelled(group) if p.grad is not None]
             for label, p in used:
                 self._check_parameter(label, p)
                 if p.grad.layout != torch.strided:  # type: ignore[union-attr]
                     raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
             if used:
                 params = [p for _, p in used]
-                slices.append(Slice(group, self.knobs(group), params, [_kept(p.grad) for p in params]))
+                slices.append(Slice(group, self.knobs(group), params, [kept(p.grad) for p in params]))
         due = due and self.second_pass_due and bool(slices)
         return Trial(slices, self._plan(slices, due), loss)
 
@@ -311,7 +322,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             yield
         if trial.displacement is not None:
             # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-            trial.proceed([torch.zeros_like(p) if p.grad is None else p.grad for p in trial.params])
+            keep = kept if self._is_central else lambda g: g
+            trial.proceed([torch.zeros_like(p) if p.grad is None else keep(p.grad) for p in trial.params])
         # One that enters the loss only there has no gradient in this step.
         self._clear_gradients()
 
@@ -337,11 +349,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             self._busy = False
 
     def _require_finite(self, trial: Trial) -> None:
-        if self.nonfinite != "ignore" and trial.stats is not None and (what := trial.stats.nonfinite()):
+        if self.nonfinite != "ignore" and (what := self._nonfinite(trial)):
             raise NonFiniteError(
                 f"{what}: the step was not made, weights and state are as they were. Lower the learning rate or rho, "
                 "or pass nonfinite='skip' to go on without such steps"
             )
+
+    def _nonfinite(self, trial: Trial) -> str:
+        return "" if trial.stats is None else trial.stats.nonfinite()
 
     # The update.
 
@@ -383,18 +398,3 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
         self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._forget()
-
-
-def _kept(gradient: Tensor | None) -> Tensor:
-    """A gradient that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
-    assert gradient is not None
-    several = distributed.is_available() and distributed.is_initialized()
-    in_bucket = several and gradient._base is not None and not gradient.requires_grad
-    return gradient.clone() if in_bucket else gradient
-
-
-def _labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a group with what to call them in an error."""
-    names = group.get("param_names")
-    for index, p in enumerate(group["params"]):
-        yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group {tuple(p.shape)}", p
