@@ -122,6 +122,28 @@ def test_exact_engine_explains_a_missing_double_backward():
         SGDTracer(attention.parameters(), rho=0.1, engine="exact").step(loss_of)
 
 
+def test_flash_attention_has_the_penalty_of_plain_attention():
+    """On a CPU in float32; the exact engine, which needs the plain one, is the reference."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    x = torch.randn(4, 12, 16)
+
+    def penalised(backend, **options):
+        opt = SGDTracer(attention.parameters(), lr=0.0, rho=0.05, delta=0.01, **options)
+
+        def loss_of():
+            with sdpa_kernel(backend):
+                return attention(x, x, x, need_weights=False)[0].square().mean()
+
+        opt.step(loss_of)
+        return [p.grad.clone() for p in attention.parameters()], opt.stats.penalty_ratio
+
+    flash, share = penalised(SDPBackend.FLASH_ATTENTION, radius=0.02)
+    exact_one, _ = penalised(SDPBackend.MATH, engine="exact")
+    assert share > 0.1
+    assert relative_error(flash, exact_one) < 0.01
+
+
 sizes = st.integers(1, 5)
 positive = st.floats(1e-3, 10)
 

@@ -85,6 +85,35 @@ def test_an_error_in_the_second_pass_leaves_scaled_gradients(make):
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
+# Half precision.
+
+
+def penalty_at(radius, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10))
+    x, y, found = torch.randn(256, 64), torch.randint(10, (256,)), []
+    for rho in (0.003, 0.0):
+
+        def closure():
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                return cross_entropy(model(x).float(), y)
+
+        SGDTracer(model.parameters(), lr=0.0, rho=rho, radius=radius).step(closure)
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    return found[0] - found[1]
+
+
+def test_a_larger_radius_rounds_less():
+    """As docs/training.md says of bfloat16."""
+
+    def error(radius):
+        expected = penalty_at(radius, None)
+        return (penalty_at(radius, torch.bfloat16) - expected).norm() / expected.norm()
+
+    assert error(0.2) < 0.5 * error(0.05)
+    assert error(0.2) < 0.1
+
+
 # Buffers.
 
 
