@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab import bench, costs, pace
+from gtracer.lab import bench, costs, pace, sizes
 from gtracer.lab.errors import LabError
 
 CPU = torch.device("cpu")
@@ -142,3 +142,21 @@ def test_peak_memory_is_what_torch_allocates():
         return small
 
     assert bench.peak(step, CPU) == pytest.approx(12e6, rel=0.01)
+
+
+def test_sizes_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
+    """Small nets in the place of the large ones: every case has its ratio, in its row."""
+    monkeypatch.setattr(sizes, "WIDTHS", ("wrn-10-1", "wrn-10-2"))
+    monkeypatch.setattr(sizes, "DEPTHS", ("resnet8", "resnet14"))
+    monkeypatch.setenv("COLUMNS", "140")
+    out = tmp_path / "sizes.json"
+    words = ["bench", "sizes", "--rounds", "1", "--batch-size", "4", "--device", "cpu", "--out", str(out)]
+    assert cli.main(words) == 0
+    printed, cases = capsys.readouterr().out, json.loads(out.read_text())["cases"]
+    expected = [("width", "wrn-10-1", 4), ("width", "wrn-10-2", 4), ("depth", "resnet8", 4), ("depth", "resnet14", 4)]
+    expected += [("batch", "resnet8", size) for size in (1, 4, 16, 32)]
+    assert [(case["family"], case["model"], case["batch_size"]) for case in cases] == expected
+    rows = [line.strip("│ ").split("│") for line in printed.splitlines() if line.startswith("│")]
+    for row, case in zip(rows, cases, strict=True):
+        (plain,), (ours,) = (case["seconds"][name] for name in sizes.COMPARED)
+        assert [cell.strip() for cell in row[3:]] == [f"{plain * 1e3:.1f}", f"{ours * 1e3:.1f}", f"{ours / plain:.2f}"]

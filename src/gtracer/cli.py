@@ -157,18 +157,19 @@ def _add_bench(commands: Any) -> None:
         description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "side-by-side: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
-        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree.",
+        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. sizes: SGD-TRACER's "
+        "step over SGD's, for nets wider and deeper, and larger batches.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    bench.add_argument("what", choices=["estimators", "side-by-side", "steps"], help="what to compare")
+    bench.add_argument("what", choices=["estimators", "side-by-side", "steps", "sizes"], help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
     bench.add_argument("--batch-size", type=_at_least_one, default=128, metavar="N", help="examples a step")
     bench.add_argument(
         "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
-    bench.add_argument("--precision", default="fp32", metavar="NAME", help="side-by-side, steps: fp32 or bf16")
+    bench.add_argument("--precision", default="fp32", metavar="NAME", help="all but estimators: fp32 or bf16")
     bench.add_argument("--kernels", default="torch", metavar="NAME", help="side-by-side: torch, compiled or fused")
     bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
@@ -299,12 +300,15 @@ def _engine(chosen: argparse.Namespace) -> Any:
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab import bench, costs, pace
+    from gtracer.lab import bench, costs, pace, sizes
 
     common = {name: getattr(chosen, name) for name in ("batch_size", "rounds", "device", "out")}
     common["model"] = getattr(chosen, "model", "resnet20-gn" if chosen.what == "estimators" else "resnet20")
     if chosen.what == "estimators":
         bench.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
+    elif chosen.what == "sizes":
+        common.pop("model")
+        sizes.sizes(**common, precision=chosen.precision, console=Console())
     elif chosen.what == "steps":
         costs.steps(**common, precision=chosen.precision, console=Console())
     else:

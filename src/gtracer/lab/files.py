@@ -50,10 +50,19 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         raise LabError(f"another {what} is at work in {folder}: wait for it, or choose another folder") from error
     except OSError as error:
         raise LabError(f"cannot write {folder}: {error.strerror}") from error
+    _tidy(folder)
     try:
         yield
     finally:
         lock.release()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what a process that was killed while it wrote has left; the folder is ours."""
+    for part in folder.glob(".*.*"):
+        if part.suffix[1:].isdigit():
+            with suppress(OSError):
+                part.unlink()
 
 
 def digest(path: Path, algorithm: str) -> str:

@@ -25,6 +25,7 @@ from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.two_pass import TwoPassOptimizer
 
 CHECKPOINT = "checkpoint.pt"
+WRONG_SHOWN = 5000  # wrongly labelled examples that are looked at each epoch: an error of 0.7 points at most
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
@@ -79,7 +80,7 @@ class Run:
         self.holdout = None
         if task.holdout is not None:
             self.holdout = self._reading(built.batches(task.holdout, self.device), task.holdout)
-        wrong = (task.train.labels != task.train.truth).nonzero().flatten()
+        wrong = (task.train.labels != task.train.truth).nonzero().flatten()[:WRONG_SHOWN]
         self.wrong = self._reading(self.train_batch, task.train, wrong) if len(wrong) else None
         self.notes = built.notes
 

@@ -86,8 +86,8 @@ COLUMNS = (
         "Wrong labels memorised, %",
         lambda row: _estimate(row.memorised),
         lambda row: _mean(row.memorised),
-        note="Wrong labels memorised: share of the wrongly labelled training examples that are given back with the "
-        "wrong label, at the last epoch.",
+        note="Wrong labels memorised: share of the wrongly labelled training examples (of the first 5,000, in runs "
+        "with more) that are given back with the wrong label, at the last epoch.",
     ),
     Column(
         "Seconds per epoch",

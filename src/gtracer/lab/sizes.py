@@ -1,0 +1,71 @@
+"""`gtracer bench sizes`: whether what TRACER costs grows with the net or the batch faster than SGD's step does."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from gtracer.lab import costs, environment, files
+from gtracer.lab.bench import seconds_of
+from gtracer.lab.run import device_of
+
+WIDTHS = ("wrn-16-1", "wrn-16-2", "wrn-16-4", "wrn-16-8")
+DEPTHS = ("resnet20", "resnet32", "resnet56", "resnet110")
+BATCHES = (0.25, 1, 4, 8)  # times the size that was asked for
+COMPARED = (costs.SGD, "SGD-TRACER")
+
+
+class Case(NamedTuple):
+    """A net and a batch, and what it is an instance of."""
+
+    family: str
+    model: str
+    batch_size: int
+
+
+def cases(batch_size: int) -> list[Case]:
+    """Nets eight times as wide and five times as deep, batches 32 times as large."""
+    nets = {"width": WIDTHS, "depth": DEPTHS}
+    grown = [Case(family, model, batch_size) for family, models in nets.items() for model in models]
+    return grown + [Case("batch", DEPTHS[0], max(1, int(batch_size * times))) for times in BATCHES]
+
+
+def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console) -> None:
+    """Time of a step of SGD-TRACER over SGD's, size by size; printed and written."""
+    place = device_of(device)
+    torch.backends.cudnn.benchmark = True
+    rows = {name: row for name, row in costs.rows(place, twice=False).items() if name in COMPARED}
+    found: list[dict[str, Any]] = []
+    for case in cases(batch_size):
+        steps = {name: costs.build(row, case.model, case.batch_size, place, precision)[0] for name, row in rows.items()}
+        found.append({**case._asdict(), "seconds": seconds_of(steps, rounds, place)})
+        del steps
+        if place.type == "cuda":
+            torch.cuda.empty_cache()
+    result = {"bench": "sizes", "precision": precision, "rounds": rounds, **environment.describe(place), "cases": found}
+    console.print(_table(result))
+    if out is not None:
+        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+
+
+def _table(result: dict[str, Any]) -> Table:
+    hardware = result["hardware"]
+    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
+    table = Table(title=", ".join((result["precision"], where, f"{result['rounds']} rounds")))
+    for name in ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio"):
+        table.add_column(name, justify="left" if name in ("what grows", "net") else "right", no_wrap=True)
+    last = None
+    for case in result["cases"]:
+        if last not in (None, case["family"]):
+            table.add_section()
+        last = case["family"]
+        plain, ours = (statistics.median(case["seconds"][name]) * 1e3 for name in COMPARED)
+        numbers = (f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}")
+        table.add_row(last, case["model"], str(case["batch_size"]), *numbers)
+    return table
