@@ -24,9 +24,9 @@ class Record:
         config: What was asked.
         environment: Commit, versions, hardware.
         curves: One number an epoch: test_accuracy, test_loss, train_loss, memorised and recovered (of the wrongly
-            labelled training examples, or the first 5,000 of them, the share given back with the wrong and with the true
-            label; absent without wrong labels), holdout_accuracy (against labels as wrong as those to train on; absent without a holdout),
-            trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
+            labelled training examples, or the first 5,000 of them, the share given back with the wrong and with the
+            true label; absent without wrong labels), holdout_accuracy (against labels as wrong as those to train on;
+            absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.
         notes: What there was to say about model and data, such as how many texts were cut.
