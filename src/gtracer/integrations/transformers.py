@@ -1,24 +1,57 @@
-"""Hugging Face's Trainer with a second pass: `TracerTrainer`, or `TracerMixin` for a Trainer of one's own."""
+"""Hugging Face's Trainer with the penalty: `TracerTrainer` by a second pass, `PenaltyTrainer` as a term of the loss.
+
+For a Trainer of one's own there are `TracerMixin` and `PenaltyMixin`.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
 from gtracer.optim import AdamWTracer
 from gtracer.optim.partwise import PartwiseOptimizer
+from gtracer.penalty import TracerPenalty
 
 
-class TracerMixin:
+class _MeanLoss:
+    """A Trainer whose loss is the mean over micro-batches and processes, and whose log tells of the penalty."""
+
+    # What a Trainer has.
+    args: Any
+    accelerator: Any
+    model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Else the Trainer adds micro-batches up and multiplies by the number of processes, for the model to divide by
+        # `num_items_in_batch`. Many take that number and do not divide; and T grows with the square of the loss.
+        self.model_accepts_loss_kwargs = False
+
+    def _measures(self) -> dict[str, float]:
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer does, with what there is to tell of the penalty beside the loss."""
+        if "loss" in logs:
+            logs |= self._measures()
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class TracerMixin(_MeanLoss):
     """Makes a Trainer run its micro-batches a second time, at displaced weights, before each update.
 
     Put it before the Trainer: `class Mine(TracerMixin, Seq2SeqTrainer): …`. Accumulation, mixed precision, clipping
     (`max_grad_norm`, of the total gradient), checkpoints and several processes are the Trainer's own. The penalty is
-    that of the whole batch: of all micro-batches and processes. T and ‖ρ∇T‖/‖∇L‖ of the last step come with every
-    loss that is logged, as `trace_ratio` and `penalty_ratio`.
+    that of the whole batch: of all micro-batches and processes, each of which counts the same. T and ‖ρ∇T‖/‖∇L‖ of the
+    last step come with every loss that is logged, as `trace_ratio` and `penalty_ratio`. Batch norm sees the first pass
+    alone; the optimiser need not be told the model.
 
     Args:
         *args: The Trainer's.
@@ -27,12 +60,6 @@ class TracerMixin:
             `optimizer_cls_and_kwargs`.
         **kwargs: The Trainer's.
     """
-
-    # What a Trainer has.
-    args: Any
-    accelerator: Any
-    optimizer: Any
-    optimizer_cls_and_kwargs: Any
 
     def __init__(self, *args: Any, tracer: dict[str, Any] | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,12 +70,15 @@ class TracerMixin:
             asked = self.args
             betas = (asked.adam_beta1, asked.adam_beta2)
             options = {"lr": asked.learning_rate, "betas": betas, "eps": asked.adam_epsilon, **(tracer or {})}
+            options.pop("model", None)  # the Trainer would take it for the parameters; it comes with the first step
             self.optimizer_cls_and_kwargs = (AdamWTracer, options)
         self._window: list[tuple[dict[str, Any], Any]] = []  # micro-batches of the step under way
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; behind the last of a step, all of them again at displaced weights."""
         opt = self._two_pass_optimizer()
+        if opt.model is None:
+            opt.model = model  # whose buffers the second pass leaves alone; wrapped, as several processes want it
         if not self._window:
             opt.zero_grad()  # also where random numbers begin
         self._window.append((inputs, num_items_in_batch))
@@ -82,13 +112,9 @@ class TracerMixin:
             )
         return opt
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer does, with T and the penalty's share beside the loss."""
-        opt = getattr(self.optimizer, "optimizer", self.optimizer)
-        stats = getattr(opt, "stats", None)
-        if "loss" in logs and stats is not None:
-            logs |= {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+    def _measures(self) -> dict[str, float]:
+        stats = getattr(getattr(self.optimizer, "optimizer", self.optimizer), "stats", None)
+        return {} if stats is None else {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
 
 
 class TracerTrainer(TracerMixin, Trainer):
@@ -98,4 +124,72 @@ class TracerTrainer(TracerMixin, Trainer):
     """
 
 
-__all__ = ["TracerMixin", "TracerTrainer"]
+class PenaltyMixin(_MeanLoss):
+    """Adds ρT to a Trainer's loss, exactly, whatever its optimiser.
+
+    Put it before the Trainer: `class Mine(PenaltyMixin, Seq2SeqTrainer): …`. Every micro-batch on every process has its
+    own penalty, and f follows each of them. f is in the checkpoints; T of the last micro-batch comes with every loss
+    that is logged, as `trace_ratio`. The model is differentiated twice, which fused attention cannot be: call
+    `model.set_attn_implementation("eager")`.
+
+    Args:
+        *args: The Trainer's.
+        tracer: Options of `TracerPenalty`, such as `{"rho": 1e-3}`.
+        **kwargs: The Trainer's.
+
+    Attributes:
+        penalty: The `TracerPenalty`, once training has begun.
+    """
+
+    penalty: TracerPenalty | None = None
+
+    def __init__(self, *args: Any, tracer: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._penalty_options = tracer or {}
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer does, and the penalty with it."""
+        if self.penalty is None or self.optimizer is None:  # a new model comes without optimiser
+            trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.penalty = TracerPenalty(trained, **self._penalty_options)
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """L + ρT in training, L in evaluation."""
+        found = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        if self.penalty is None:
+            return found
+        if isinstance(found, tuple):
+            return (self.penalty(found[0]), *found[1:])
+        return self.penalty(found)
+
+    def _measures(self) -> dict[str, float]:
+        ratio = None if self.penalty is None else self.penalty.trace_ratio
+        return {} if ratio is None else {"trace_ratio": ratio.item()}
+
+    # Not a callback, which is not told the checkpoint that training resumes from.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.penalty is not None:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)  # another process may not have made it yet
+            torch.save(self.penalty.state_dict(), self._penalty_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if self.penalty is not None and checkpoint is not None and self._penalty_file(checkpoint).exists():
+            state = torch.load(self._penalty_file(checkpoint), map_location="cpu", weights_only=True)
+            self.penalty.load_state_dict(state)
+
+    def _penalty_file(self, folder: str) -> Path:
+        return Path(folder) / f"penalty_{self.args.process_index}.pt"  # each process has an f of its own
+
+
+class PenaltyTrainer(PenaltyMixin, Trainer):
+    """`transformers.Trainer` with ρT in its loss.
+
+    trainer = PenaltyTrainer(model, args, train_dataset=data, tracer={"rho": 1e-3})
+    """
+
+
+__all__ = ["PenaltyMixin", "PenaltyTrainer", "TracerMixin", "TracerTrainer"]
