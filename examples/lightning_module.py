@@ -1,12 +1,14 @@
 """Lightning: automatic optimisation as it is; manual optimisation for float16 and micro-batches."""
 
+from typing import Any
+
 import lightning
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from gtracer import SGDTracer
-from gtracer.integrations.lightning import TracerCallback
+from gtracer.integrations.lightning import TracerCallback, manual_step
 
 
 class Automatic(lightning.LightningModule):
@@ -27,7 +29,7 @@ class Automatic(lightning.LightningModule):
 
 
 class Manual(Automatic):
-    """Micro-batches of a batch, and in float16 the precision plugin's scaler."""
+    """Micro-batches of a batch, in any precision."""
 
     def __init__(self, micro_batch: int = 16) -> None:
         super().__init__()
@@ -35,32 +37,23 @@ class Manual(Automatic):
         self.micro_batch = micro_batch
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-
-        def closure(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            with self.trainer.precision_plugin.forward_context():
-                return self.loss_of(x, y)
-
         parts = list(zip(*(t.split(self.micro_batch) for t in batch), strict=True))
-        optimizer.step(closure, batches=parts, scaler=scaler)
-        if scaler is not None:
-            scaler.update()
+        self.log("train_loss", manual_step(self, self.loss_of, parts))
 
 
-def main(module: type[Automatic] = Automatic, precision: str = "32-true", epochs: int = 2) -> lightning.Trainer:
-    """Train on made-up data."""
+def main(module: type[Automatic] = Automatic, epochs: int = 2, **options: Any) -> lightning.Trainer:
+    """Train on made-up data; the options are the Trainer's."""
     lightning.seed_everything(0, verbose=False)
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=32)
     trainer = lightning.Trainer(
         max_epochs=epochs,
-        precision=precision,
         callbacks=[TracerCallback(every_n_steps=1)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(module(), loader)
     return trainer

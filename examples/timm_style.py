@@ -1,7 +1,8 @@
 """Training scripts in the style of timm's, where the optimiser says whether it wants `create_graph`.
 
 Such a loop calls `loss.backward(create_graph=second_order)` and `optimizer.step()`, with no closure. Two ways in:
-`TracerPenalty` on the loss, which any loop can add in one line, and `perturbed()` around a second pass.
+`TracerPenalty` on the loss, which any loop can add in one line, and `perturbed()` around a second pass. Neither wants
+`create_graph`: the penalty makes its own graph, the second pass needs none.
 """
 
 import torch

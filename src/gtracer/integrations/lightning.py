@@ -1,24 +1,37 @@
-"""Lightning: a callback that logs what a step did, and says where automatic optimisation would go wrong."""
+"""Lightning: a callback that logs what a step did and refuses what would go wrong; a step of manual optimisation."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError:  # the package's older name
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
+from gtracer.optim.parts import shared
 from gtracer.optim.partwise import PartwiseOptimizer
+from gtracer.optim.two_pass import STEP
+
+LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 
 
 class TracerCallback(Callback):
-    """Logs T and the penalty's share of the gradient every `every_n_steps` steps.
+    """Logs the loss, T and the penalty's share of the gradient every `every_n_steps` steps of the optimiser.
 
     With automatic optimisation Lightning hands the optimiser a closure, so TRACER works as it is in float32 and
-    bfloat16. Two things it cannot do so, and the callback refuses them: float16, where the closure is run before the
-    optimiser can scale it, and `accumulate_grad_batches`, where only the last micro-batch's closure arrives. For these
-    use manual optimisation: see docs/training.md.
+    bfloat16. Three things it cannot do so, and the callback refuses them: float16, where the closure is run before the
+    optimiser can scale it; `accumulate_grad_batches`, where only the last micro-batch's closure arrives; and
+    Lightning's clipping, which comes with the closure and so befalls either pass. For the first two there is
+    `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/training.md.
+
+    `tracer/loss` is the loss at the weights of the step. What `training_step` logs itself, automatic optimisation logs
+    in both passes, and the displaced one has the last word.
 
     Args:
         every_n_steps: Reading the numbers waits for the device.
@@ -34,27 +47,86 @@ class TracerCallback(Callback):
         if trainer.accumulate_grad_batches > 1:
             raise RuntimeError(
                 f"accumulate_grad_batches = {trainer.accumulate_grad_batches} with automatic optimisation: the second "
-                "pass would see the last micro-batch alone. Use manual optimisation and opt.step(closure, batches=[…])"
+                "pass would see the last micro-batch alone. Use manual optimisation and manual_step(self, closure, "
+                "batches=[…])"
             )
         if str(trainer.precision).startswith("16"):
             raise RuntimeError(
                 f"precision = {trainer.precision!r} with automatic optimisation runs the closure before the optimiser "
-                "can scale its loss. Use 'bf16-mixed', or manual optimisation and opt.step(closure, scaler=scaler)"
+                "can scale its loss. Use 'bf16-mixed', or manual optimisation and manual_step(self, closure, [batch])"
+            )
+        if trainer.gradient_clip_val or _clips(pl_module):
+            what = "configure_gradient_clipping" if _clips(pl_module) else "gradient_clip_val"
+            bound = "value" if trainer.gradient_clip_algorithm == "value" else "norm"
+            raise RuntimeError(
+                f"{what} with automatic optimisation clips the gradient of either pass before the optimiser sees it: "
+                "T, f and the penalty would be wrong. Leave it out and let the optimiser clip: "
+                f"clip=gtracer.Clip({bound}={trainer.gradient_clip_val or 1.0})"
             )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Hand the last step's numbers to the module's log."""
-        if trainer.global_step % self.every_n_steps:
-            return
         for i, opt in enumerate(_two_pass(trainer)):
-            if opt.stats is not None:
-                name = f"tracer{i}" if i else "tracer"
-                pl_module.log(f"{name}/trace_ratio", opt.stats.trace_ratio)
-                pl_module.log(f"{name}/penalty_ratio", opt.stats.penalty_ratio)
+            # The optimiser's own count: trainer.global_step adds up that of all, and misses steps past Lightning.
+            if opt.stats is not None and opt.param_groups[0][STEP] % self.every_n_steps == 0:
+                values = {name: getattr(opt.stats, name) for name in LOGGED}
+                prefix = f"tracer{i}" if i else "tracer"
+                pl_module.log_dict({f"{prefix}/{name}": x for name, x in values.items() if not math.isnan(x)})
+
+
+def manual_step(
+    module: LightningModule, closure: Callable[..., Tensor], batches: Sequence[Any], optimizer: Any = None
+) -> Tensor:
+    """Make one step of manual optimisation; return the plain loss at the old weights.
+
+    It goes through Lightning's `manual_backward` and Lightning's optimiser, so loss scaling, several processes,
+    `trainer.global_step` and `max_steps` are Lightning's as ever.
+
+    Args:
+        module: The one whose `training_step` this is.
+        closure: Computes the loss of a micro-batch and returns it; one that is a tuple is unpacked.
+        batches: The micro-batches, `[batch]` where the batch is not split. Each counts by its number of examples, and
+            moves batch norm's running statistics as any batch does.
+        optimizer: One of `module.optimizers()`, where there are several.
+    """
+    optimizer = module.optimizers() if optimizer is None else optimizer
+    # Lightning's wrapper inherits from the class that it wraps: but for step() it would keep a state of its own.
+    opt = optimizer.optimizer
+    scaler = getattr(module.trainer.precision_plugin, "scaler", None)
+    parts = shared(batches)
+    losses: list[Tensor] = []
+
+    def one_pass() -> Tensor:
+        opt.zero_grad()
+        losses.append(torch.stack([_backward(module, share * closure(*part)) for share, part in parts]).sum())
+        return losses[-1]
+
+    def all_passes() -> None:
+        one_pass()
+        for _ in range(_further_passes(opt)):
+            with opt.perturbed(scaler=scaler):
+                one_pass()
+
+    # With a scaler Lightning calls the closure itself, once; without, the optimiser does, once for every pass.
+    optimizer.step(one_pass if scaler is None else all_passes)
+    return losses[0]
+
+
+def _backward(module: LightningModule, loss: Tensor) -> Tensor:
+    module.manual_backward(loss)
+    return loss.detach()
+
+
+def _further_passes(opt: PartwiseOptimizer) -> int:
+    return opt.second_pass_due * (2 if getattr(opt, "difference", "") == "central" else 1)
+
+
+def _clips(module: LightningModule) -> bool:
+    return type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
 
 
 def _two_pass(trainer: Trainer) -> list[PartwiseOptimizer]:
     return [opt for opt in trainer.optimizers if isinstance(opt, PartwiseOptimizer)]
 
 
-__all__ = ["TracerCallback"]
+__all__ = ["TracerCallback", "manual_step"]
