@@ -241,7 +241,7 @@ class Pair(Manual):
     def training_step(self, batch, index):
         for opt, module in zip(self.optimizers(), (self, self.other), strict=True):
             torch.manual_seed(index)
-            manual_step(self, lambda batch, module=module: module.loss_of(*batch), [batch], optimizer=opt)
+            manual_step(self, lambda x, y, module=module: module.loss_of(x, y), [batch], optimizer=opt)
 
     def configure_optimizers(self):
         own = self.own | {"model": self.net}

@@ -84,7 +84,7 @@ def manual_step(
 
     Args:
         module: The one whose `training_step` this is.
-        closure: Computes the loss of a micro-batch and returns it; one that is a tuple is unpacked.
+        closure: Computes the loss of a micro-batch and returns it; a tuple or list is unpacked.
         batches: The micro-batches, `[batch]` where the batch is not split. Each counts by its number of examples, and
             moves batch norm's running statistics as any batch does.
         optimizer: One of `module.optimizers()`, where there are several.
