@@ -177,6 +177,18 @@ def test_the_penalty_of_each_process(name):
     agree(together(ddp, name, {}, {"penalty": "each"}), expected)
 
 
+def test_sam_of_each_process():
+    """m-sharpness: as one process makes of the two halves of its batch."""
+    model = network()
+    opt = OPTIMIZERS["SAM"](model.parameters())
+    for x, y in batches():
+        halves = list(zip(x.split(BATCH // 2), y.split(BATCH // 2), strict=True))
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=halves, penalty="each")
+    expected = flat(model.parameters()), torch.zeros(0)
+    agree(together(ddp, "SAM", {}, {"penalty": "each"}), expected)
+    assert not torch.allclose(expected[0], alone("SAM")[0], rtol=1e-4)
+
+
 def counting(rank, words):
     """How many exchanges a step makes."""
     model = DistributedDataParallel(network())

@@ -74,12 +74,14 @@ class Buffers:
 
     def now(self) -> Tensors:
         """What the model has in their places: a forward pass may change a buffer or put another in its place."""
-        return [found for where, name in self._places if (found := where[name]) is not None]
+        there = zip(self._places, self.buffers, strict=True)
+        return [b if (found := where.get(name)) is None else found for (where, name), b in there]
 
     @torch.no_grad()
     def restore(self) -> None:
         for (where, name), buffer in zip(self._places, self.buffers, strict=True):
-            where[name] = buffer
+            if where.get(name) is not buffer:
+                where[name] = buffer
         tensors.copy_(self.buffers, self.saved)
 
 

@@ -160,7 +160,7 @@ class PartwiseOptimizer(TwoPassOptimizer):
         if self._scaler is not None or trial.stats is None:  # a scaler looks for itself
             return ""
         # All processes must decide the same, and each has a loss of its own.
-        return trial.stats.nonfinite(loss=not self._processes_are_joined())
+        return trial.stats.nonfinite(loss=self._world == 1)
 
     def _update(self, trial: Trial) -> None:
         if self._scaler is None:
