@@ -53,7 +53,8 @@ def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
         base = result["over"][name]
         more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
         ratio = seconds / result["seconds"][base][0]
-        assert (cells[0], cells[1], *cells[3:]) == (name, f"{seconds * 1e3:.1f}", f"{ratio:.2f}", f"{more:+.1f}")
+        own = [f"{own[0] / result['arithmetic']['AdamW'][0]:.1f}" if (own := result["arithmetic"].get(name)) else "–"]
+        assert [cells[0], cells[1], *cells[3:]] == [name, f"{seconds * 1e3:.1f}", f"{ratio:.2f}", f"{more:+.1f}", *own]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,17 @@ def test_a_row_makes_the_passes_that_it_should(name, expected):
     net.register_forward_hook(lambda *_: passes.append(1))
     step()
     assert len(passes) == expected
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD-TRACER", "AdamW-TRACER, lean", "SGD-SAM"])
+def test_arithmetic_is_a_step_without_passes(name):
+    step, net = costs.build(costs.rows(CPU, twice=False)[name], "resnet20", 2, CPU, "fp32", passes=False)
+    net.register_forward_hook(lambda *_: pytest.fail("a pass"))
+    before = net[-1].weight.detach().clone()
+    step()
+    step()
+    assert torch.isfinite(net[-1].weight).all()
+    assert not torch.equal(net[-1].weight, before)
 
 
 def test_the_encoders_size():

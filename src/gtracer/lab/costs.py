@@ -26,7 +26,7 @@ from gtracer.optim import SAM, AdamWTracer, SGDTracer
 
 MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
 PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
-SGD, ADAMW = "SGD", "AdamW"
+SGD, ADAMW, EXACT = "SGD", "AdamW", "SGD-TRACER, exact"
 EVERY = 8  # steps between two second passes, in the row that has an interval
 
 Stepper = Callable[..., Any]  # makes a step: is given the loss and the batch
@@ -75,9 +75,10 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
         "AdamW-TRACER, lean": Row(ADAMW, adamw_tracer(lean=True)),
         "AdamW-TRACER, compiled": Row(ADAMW, adamw_tracer(compiled=True)),
+        "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(compiled=True, lean=True)),
     }
     if twice:
-        compared["SGD-TRACER, exact"] = Row(SGD, sgd_tracer(engine="exact"))
+        compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"))
     return compared | _peers(momentum)
 
 
@@ -136,8 +137,27 @@ def _ours(opt: Any) -> Stepper:
     return step
 
 
-def build(row: Row, name: str, batch: int, device: torch.device, precision: str) -> tuple[Step, nn.Module]:
-    """So many training steps of the model as the row takes, and the model."""
+class Given:
+    """In the place of the passes: gradients that are there already, others in every second call."""
+
+    def __init__(self, net: nn.Module) -> None:
+        first = [(p, 1e-3 * torch.randn_like(p)) for p in net.parameters()]
+        self._sets = [first, [(p, 1.001 * gradient) for p, gradient in first]]
+
+    def __call__(self, *_: Tensor) -> Given:
+        self._sets.reverse()
+        for p, gradient in self._sets[0]:
+            p.grad = gradient
+        return self
+
+    def backward(self) -> None:
+        """There is nothing to go back through."""
+
+
+def build(
+    row: Row, name: str, batch: int, device: torch.device, precision: str, *, passes: bool = True
+) -> tuple[Step, nn.Module]:
+    """So many training steps of the model as the row takes, or what they do besides their passes, and the model."""
     torch.manual_seed(0)
     if name == "encoder-110m":
         net: nn.Module = Transformer(30_522, 256, 768, 12, heads=12, twice=False).to(device)
@@ -152,11 +172,11 @@ def build(row: Row, name: str, batch: int, device: torch.device, precision: str)
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             return cross_entropy(net(x), y)
 
-    step = row.make(net)
+    step, loss = row.make(net), loss_of if passes else Given(net)
 
     def steps() -> None:
         for _ in range(row.steps):
-            step(loss_of, x, y)
+            step(loss, x, y)
 
     return steps, net
 
@@ -173,9 +193,13 @@ def steps(
     built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
     taken = seconds_of(built, rounds, place)
     seconds = {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+    built.clear()
+    bare = {name: row for name, row in compared.items() if name != EXACT}  # which goes back through a graph
+    own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
+    arithmetic = {name: [t / bare[name].steps for t in times] for name, times in seconds_of(own, rounds, place).items()}
+    own.clear()
     memory, copies = {}, 0
     for name, row in compared.items():
-        built.pop(name)
         step, net = build(row, model, batch_size, place, precision)
         memory[name] = peak(step, place, state=True)
         copies = sum(p.numel() * p.element_size() for p in net.parameters())
@@ -188,6 +212,7 @@ def steps(
         **environment.describe(place),
         "peers": {package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
         "seconds": seconds,
+        "arithmetic": arithmetic,
         "over": {name: row.base for name, row in compared.items()},
         "peak_memory": memory,
         "weights": copies,
@@ -205,14 +230,17 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(title=", ".join(what))
     table.caption = (
         "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
-        "included, over the base's, in copies of the weights."
+        "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's."
     )
-    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies"):
+    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic"):
         table.add_column(name, justify="left" if name == "optimiser" else "right", no_wrap=True)
     middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
+    own = {name: statistics.median(times) for name, times in result["arithmetic"].items()}
+    own = {name: time / own[ADAMW] for name, time in own.items()}
     for name, times in result["seconds"].items():
         base = result["over"][name]
         spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}"
         more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
-        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, f"{middle[name] / middle[base]:.2f}", f"{more:+.1f}")
+        numbers = (f"{middle[name] / middle[base]:.2f}", f"{more:+.1f}", f"{own[name]:.1f}" if name in own else "–")
+        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, *numbers)
     return table

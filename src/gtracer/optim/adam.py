@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from gtracer import checks
 from gtracer.curvature import squares
 from gtracer.optim.options import Options
 from gtracer.optim.penalised import TracerOptimizer
+from gtracer.optim.stats import Stats
 from gtracer.optim.tracer import Params
-from gtracer.optim.trial import Slice, Trial
+from gtracer.optim.trial import Plan, Slice, Trial
+from gtracer.optim.two_kernels import TwoKernels
 from gtracer.penalty import DELTA, RHO
 from gtracer.tensors import Tensors
 
@@ -46,6 +48,18 @@ def adam_update_(
     torch._foreach_addcdiv_(params, exp_avg, denominator, sizes)
 
 
+def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0: str | float) -> Tensors:
+    """f from Adam's second moment, which starts at zero, after so many steps.
+
+    With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number f₀ is what an
+    average started there would still hold.
+    """
+    start: list[Any] = [beta2**t for t in counts]
+    if isinstance(f0, str):
+        return torch._foreach_div(v, [1 - weight for weight in start])
+    return torch._foreach_add(v, [f0 * weight for weight in start])
+
+
 class AdamTracer(TracerOptimizer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
 
@@ -64,6 +78,8 @@ class AdamTracer(TracerOptimizer):
     """
 
     _decoupled = False
+    _fuses = False
+    _kernels: TwoKernels | None = None
 
     def __init__(
         self,
@@ -126,24 +142,46 @@ class AdamTracer(TracerOptimizer):
         return bool(self.state.get(p))
 
     def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f from Adam's buffer, which starts at zero.
-
-        With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number
-        f₀ is what an average started there would still hold.
-        """
-        f0, beta2 = self.knobs(group)["f0"], group["betas"][1]
-        averages = [self.state[p]["exp_avg_sq"] for p in params]
-        start = [beta2**t for t in self._steps(group, params)]
-        if isinstance(f0, str):
-            return torch._foreach_div(averages, [1 - weight for weight in start])
-        return torch._foreach_add(averages, [f0 * weight for weight in start])
+        v = [self.state[p]["exp_avg_sq"] for p in params]
+        return adam_average(v, self._steps(group, params), group["betas"][1], self.knobs(group)["f0"])
 
     def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
         """How many each has made: numbers, or tensors that a captured step goes on counting."""
         counts = [self.state[p]["step"] for p in params]
         return counts if group["capturable"] else [float(count) for count in counts]
 
+    # In two kernels, where nothing has to be looked at between passes and update.
+
+    def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
+        alone = self._parts is None and not self._each and self._scaler is None and self.clip is None
+        plain = self._is_plain and not (self.scale_free or self.preconditioned or self.eta or self.reuse)
+        self._fuses = self.compiled and self.lean and self.nonfinite == "ignore" and alone and plain
+        try:
+            return super()._passes_over(closure)
+        finally:
+            self._fuses = False
+
+    def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
+        self._kernels = None
+        if not (due and self._fuses and all(self._is_fusible(part) for part in slices)):
+            return super()._plan_of_squares(slices, due)
+        self._kernels = TwoKernels(slices, self.state, self.radius, self._run)
+        return Plan(self._kernels.passes(), self._kernels.ratio)
+
+    def _is_fusible(self, part: Slice) -> bool:
+        coupled = part.group["weight_decay"] and not self._decoupled
+        return not coupled and not part.group["maximize"] and all(self.trained(p) for p in part.params)
+
+    def _conclude(self, trial: Trial) -> None:
+        if self._kernels is None:
+            super()._conclude(trial)
+
     def _apply(self, trial: Trial) -> None:
+        if self._kernels is not None:
+            change, total = self._kernels.finish()
+            self.stats = Stats(trial.loss, trial.trace_ratio, self._kernels.size, change, total)
+            self._kernels = None
+            return
         for part in trial.slices:
             self._complete_total(part)
             self._apply_to(part)
