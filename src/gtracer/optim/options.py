@@ -36,7 +36,8 @@ class Options(TypedDict, total=False):
         nonfinite: `"raise"` (default), `"skip"` or `"ignore"` a NaN or infinite loss or gradient. The first two look at
             the numbers, and so wait for the device once a step.
         compiled: Compile what TRACER adds to a step, and Adam-TRACER's update, with `torch.compile`: fewer kernels,
-            after a start of seconds. Adam-TRACER's learning rate must be a tensor then, if it changes (default False).
+            after a start of seconds. Adam-TRACER's learning rate must be a tensor then, if it changes. With `lean` and
+            `nonfinite="ignore"` Adam-TRACER's arithmetic is two kernels, and leaves no gradients (default False).
         clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)` (default None).
     """
 
