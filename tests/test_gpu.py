@@ -9,7 +9,7 @@ from problems import relative_error
 from test_two_pass import MAKERS, every_optimiser
 from torch import nn
 
-from gtracer import SGDTracer, curvature
+from gtracer import AdamWTracer, SGDTracer, curvature
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +40,32 @@ def test_same_as_on_the_cpu(maker):
     assert relative_error(ours, theirs) < 1e-8
     for name, value in reference.stats.as_dict().items():
         assert opt.stats.as_dict()[name] == pytest.approx(value, rel=1e-6, nan_ok=True)
+
+
+OWN = {"lean": {"lean": True}, "scale-free": {"scale_free": True}, "both": {"lean": True, "scale_free": True}}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_other_ways_are_the_same_as_on_the_cpu(name):
+    def maker(params, **own):
+        return SGDTracer(params, lr=0.1, momentum=0.9, rho=0.01, **own, **OWN[name])
+
+    assert relative_error(train(maker, "cuda")[0], train(maker, "cpu")[0]) < 1e-8
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_kernels_make_the_step_of_many():
+    """Compiled for the device; within float32's rounding, as Adam counts its steps in it."""
+
+    def maker(**own):
+        return lambda params, **words: AdamWTracer(params, lr=0.01, rho=0.01, capturable=True, **(words | own))
+
+    fused = maker(compiled=True, lean=True, nonfinite="ignore")
+    found, opt = train(fused, "cuda")
+    expected, reference = train(maker(), "cuda")
+    assert relative_error(found, expected) < 1e-6
+    assert all(p.grad is None for p in opt.param_groups[0]["params"])  # so it was that step
+    assert opt.stats.penalty_ratio == pytest.approx(reference.stats.penalty_ratio, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
