@@ -47,7 +47,7 @@ def life(config, folder, phase):
 def killed(config, folder, wanted, wait):
     """Start it, and kill it `wait` seconds later, as soon as it does what is wanted; whether it was still alive."""
     context = multiprocessing.get_context("fork")
-    phase = context.Value("i", -1)
+    phase = context.Value("i", -1, lock=False)  # who is killed with a lock in his hand keeps it
     process = context.Process(target=life, args=(config, folder, phase))
     process.start()
     start = time.monotonic()
