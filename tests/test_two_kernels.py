@@ -22,15 +22,16 @@ def finished(monkeypatch):
     return calls
 
 
-def trained(cls=AdamWTracer, steps=6, scheduled=False, groups=False, words=None, **own):
+def trained(cls=AdamWTracer, steps=6, scheduled=False, groups=False, words=None, delta=0.05, **own):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
     x, y = torch.randn(steps, 16, 5).double(), torch.randint(3, (steps, 16))
+    x[..., 0] = 0  # weights that never have a gradient
     params = list(model.parameters())
     if groups:
         params = [{"params": params[:3]}, {"params": params[3:], "rho": 0.1, "weight_decay": 0.1, "betas": (0.8, 0.9)}]
     rate = torch.tensor(0.01, dtype=torch.float64)
-    opt = cls(params, rate, rho=0.02, delta=0.05, model=model, **({"capturable": True} | own))
+    opt = cls(params, rate, rho=0.02, delta=delta, model=model, **({"capturable": True} | own))
     schedules = [torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=6)]
     schedules.append(RhoScheduler(opt, linear_warmup(6)))
     stats = []
@@ -47,6 +48,7 @@ CASES = {
     "schedules": {"scheduled": True},
     "two groups": {"groups": True},
     "a number f₀": {"f0": 0.5},
+    "no damping": {"delta": 0.0},
     "Adam": {"cls": AdamTracer},
     "every third step": {"interval": 3},
 }

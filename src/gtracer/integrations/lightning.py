@@ -103,7 +103,7 @@ def manual_step(
 
     def all_passes() -> None:
         one_pass()
-        for _ in range(_further_passes(opt)):
+        for _ in range(opt.second_pass_due * (1 + opt.is_central)):
             with opt.perturbed(scaler=scaler):
                 one_pass()
 
@@ -115,10 +115,6 @@ def manual_step(
 def _backward(module: LightningModule, loss: Tensor) -> Tensor:
     module.manual_backward(loss)
     return loss.detach()
-
-
-def _further_passes(opt: PartwiseOptimizer) -> int:
-    return opt.second_pass_due * (2 if getattr(opt, "difference", "") == "central" else 1)
 
 
 def _clips(module: LightningModule) -> bool:

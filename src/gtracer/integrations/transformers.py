@@ -92,7 +92,7 @@ class TracerMixin(_MeanLoss):
         return loss
 
     def _second_pass(self, model: nn.Module, opt: PartwiseOptimizer) -> None:
-        for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+        for _ in range(1 + opt.is_central):
             with opt.perturbed(scaler=self.accelerator.scaler):
                 for i, (inputs, count) in enumerate(self._window):
                     last = i == len(self._window) - 1

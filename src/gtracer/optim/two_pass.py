@@ -241,7 +241,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _check_capture(self) -> None:
         """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
-        redrawn = bool(self._draws) and (self._is_central or scopes.twin_of_capture.get() is None)
+        redrawn = bool(self._draws) and (self.is_central or scopes.twin_of_capture.get() is None)
         reasons = {
             "make a step first, so that all state exists": self._draws is None,
             "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
@@ -253,7 +253,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
 
     @property
-    def _is_central(self) -> bool:
+    def is_central(self) -> bool:
+        """Whether a due step makes two displaced passes, one to either side."""
         return getattr(self, "difference", "") == "central"
 
     def _passes_made(self) -> Trial:
@@ -322,7 +323,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             yield
         if trial.displacement is not None:
             # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-            keep = kept if self._is_central else lambda g: g
+            keep = kept if self.is_central else lambda g: g
             trial.proceed([torch.zeros_like(p) if p.grad is None else keep(p.grad) for p in trial.params])
         # One that enters the loss only there has no gradient in this step.
         self._clear_gradients()
@@ -368,8 +369,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _apply(self, trial: Trial) -> None:
         self.base.step()
-
-    # Parameters and state.
 
     def _params(self) -> Tensors:
         return [p for group in self.param_groups for p in group["params"]]
