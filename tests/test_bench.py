@@ -54,7 +54,8 @@ def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
         more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
         ratio = seconds / result["seconds"][base][0]
         own = [f"{own[0] / result['arithmetic']['AdamW'][0]:.1f}" if (own := result["arithmetic"].get(name)) else "–"]
-        assert [cells[0], cells[1], *cells[3:]] == [name, f"{seconds * 1e3:.1f}", f"{ratio:.2f}", f"{more:+.1f}", *own]
+        numbers = [f"{seconds * 1e3:.1f}", f"{ratio:.2f}", f"{more:+.1f}", *own, "–"]  # no graph on a CPU
+        assert [cells[0], cells[1], *cells[3:]] == [name, *numbers]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from gtracer.curvature.estimators import (
 )
 from gtracer.curvature.evaluation import Evaluation, Shifts
 from gtracer.curvature.recording import Recording
+from gtracer.curvature.second_derivatives import SecondDerivatives
 
 __all__ = [
     "FIRST_GRADIENT",
@@ -31,6 +32,7 @@ __all__ = [
     "Evaluation",
     "MicroBatch",
     "Recording",
+    "SecondDerivatives",
     "Shifts",
     "chosen",
     "gauss_newton",

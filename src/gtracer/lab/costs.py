@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gtracer.lab import environment, files
-from gtracer.lab.bench import CLASSES, Step, Transformer, peak, seconds_of
+from gtracer.lab.bench import CLASSES, Step, Transformer, captured, peak, seconds_of
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
 from gtracer.lab.run import device_of
@@ -41,11 +41,13 @@ class Row:
         base: The row that it is compared with.
         make: From a model to a function that makes one step, given how to compute the loss.
         steps: How many of them a measurement takes, where they are not all alike.
+        captured: Whether it is measured as a CUDA graph too, without what it costs to start kernels.
     """
 
     base: str
     make: Callable[[nn.Module], Stepper]
     steps: int = 1
+    captured: bool = False
 
 
 def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
@@ -61,15 +63,15 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **quiet, **options))
 
     compared = {
-        SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused))),
+        SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused)), captured=True),
         "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
         "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
-        "SGD-TRACER": Row(SGD, sgd_tracer(**fused)),
+        "SGD-TRACER": Row(SGD, sgd_tracer(**fused), captured=True),
         "SGD-TRACER, lean": Row(SGD, sgd_tracer(lean=True, **fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
         f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(interval=EVERY, reuse=0.9, **fused), EVERY),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
-        'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused)),
+        'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused), captured=True),
         ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
         "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
         "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
@@ -78,7 +80,8 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(compiled=True, lean=True)),
     }
     if twice:
-        compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"))
+        compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"), captured=True)
+        compared[f"{EXACT}, compiled"] = Row(SGD, sgd_tracer(engine="exact", compiled=True), captured=True)
     return compared | _peers(momentum)
 
 
@@ -193,8 +196,11 @@ def steps(
     built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
     taken = seconds_of(built, rounds, place)
     seconds = {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+    by_graph = {name: captured(built[name]) for name in built if place.type == "cuda" and compared[name].captured}
+    graphs = seconds_of(by_graph, rounds, place)
     built.clear()
-    bare = {name: row for name, row in compared.items() if name != EXACT}  # which goes back through a graph
+    by_graph.clear()
+    bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
     own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
     arithmetic = {name: [t / bare[name].steps for t in times] for name, times in seconds_of(own, rounds, place).items()}
     own.clear()
@@ -212,6 +218,7 @@ def steps(
         **environment.describe(place),
         "peers": {package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
         "seconds": seconds,
+        "graphs": graphs,
         "arithmetic": arithmetic,
         "over": {name: row.base for name, row in compared.items()},
         "peak_memory": memory,
@@ -230,17 +237,29 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table(title=", ".join(what))
     table.caption = (
         "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
-        "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's."
+        "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. Graph: "
+        "÷ base, each a CUDA graph."
     )
-    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic"):
+    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic", "graph"):
         table.add_column(name, justify="left" if name == "optimiser" else "right", no_wrap=True)
     middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
     own = {name: statistics.median(times) for name, times in result["arithmetic"].items()}
     own = {name: time / own[ADAMW] for name, time in own.items()}
+    graphs = {name: statistics.median(times) for name, times in result["graphs"].items()}
+    graphs = {name: time / graphs[result["over"][name]] for name, time in graphs.items()}
     for name, times in result["seconds"].items():
         base = result["over"][name]
         spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}"
         more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
-        numbers = (f"{middle[name] / middle[base]:.2f}", f"{more:+.1f}", f"{own[name]:.1f}" if name in own else "–")
-        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, *numbers)
+        ratios = (
+            f"{middle[name] / middle[base]:.2f}",
+            f"{more:+.1f}",
+            _cell(own, name, ".1f"),
+            _cell(graphs, name, ".2f"),
+        )
+        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, *ratios)
     return table
+
+
+def _cell(numbers: dict[str, float], name: str, form: str) -> str:
+    return format(numbers[name], form) if name in numbers else "–"

@@ -17,6 +17,7 @@ from gtracer.curvature import (
     Evaluation,
     MicroBatch,
     Recording,
+    SecondDerivatives,
     chosen,
     gradient_magnitude,
     has_finite_difference,
@@ -261,7 +262,7 @@ class TracerOptimizer(AmortisedOptimizer):
         params = self._clear_gradients()
         recording = Recording(self.model) if self.model is not None and self.curvature.needs_layers else None
         with torch.enable_grad():
-            with recording or nullcontext():
+            with recording or nullcontext(), SecondDerivatives(self._run):
                 loss = closure()
             if any(p.grad is not None for p in params):
                 raise RuntimeError(
@@ -297,8 +298,7 @@ class TracerOptimizer(AmortisedOptimizer):
             return super()._make_passes(partial(self._evaluate_parts, closure, parts), ())
         if self.curvature.vectorised and self.engine != "exact" and parts[-1][0] == parts[0][0]:
             return self._make_stacked_passes(closure, batch, len(parts))
-        own = self.curvature.average is not gradient_magnitude
-        return self._make_passes_of_each(closure, parts, own_curvature=own)
+        return self._make_passes_of_each(closure, parts, own_curvature=self.curvature.average is not gradient_magnitude)
 
     def _make_stacked_passes(
         self, closure: Callable[..., Any], batch: tuple[Any, ...], count: int

@@ -1,0 +1,141 @@
+"""Convolutions and batch norm under SecondDerivatives, against torch's own double backward."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gtracer import SGDTracer
+from gtracer.curvature import SecondDerivatives, gradient_magnitude, hutchinson
+from gtracer.lab.models import network
+
+LAYERS = [
+    (lambda: nn.Conv1d(2, 4, 3, stride=2, padding=1), (3, 2, 7)),
+    (lambda: nn.Conv2d(2, 4, 3, padding=1, bias=False), (3, 2, 5, 6)),
+    (lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2), groups=2), (2, 4, 7, 8)),
+    (lambda: nn.Conv2d(2, 3, 3, padding="same"), (2, 2, 5, 5)),
+    (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), (2, 2, 5, 5)),
+    (lambda: nn.Conv2d(2, 3, 3), (2, 5, 5)),  # no batch
+    (lambda: nn.Conv3d(1, 2, 2), (2, 1, 3, 4, 3)),
+    (lambda: nn.BatchNorm1d(3), (5, 3)),
+    (lambda: nn.BatchNorm1d(3), (4, 3, 5)),
+    (lambda: nn.BatchNorm2d(3, momentum=0.3, eps=1e-2), (4, 3, 2, 3)),
+    (lambda: nn.BatchNorm2d(3, momentum=None), (4, 3, 2, 3)),
+    (lambda: nn.BatchNorm2d(3, affine=False), (4, 3, 2, 3)),
+    (lambda: nn.BatchNorm2d(3, track_running_stats=False), (4, 3, 2, 3)),
+    (lambda: nn.BatchNorm2d(3).eval(), (4, 3, 2, 3)),
+]
+TRAINED = {"all": (True, True), "input": (False, True), "weights": (True, False)}
+
+
+def curved(layer, x, scope):
+    """Loss, gradients, the Hessian times a vector by all that is trained, and the buffers."""
+    used = [p for p in [*layer.parameters(), x] if p.requires_grad]
+    with scope:
+        loss = (layer(x) + 1).sin().square().sum()
+    slopes = torch.autograd.grad(loss, used, create_graph=True)
+    torch.manual_seed(1)
+    products = torch.autograd.grad(slopes, used, [torch.randn_like(s) for s in slopes])
+    return [loss, *slopes, *products, *layer.buffers()]
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("make", "shape"), LAYERS, ids=[repr(make()) for make, _ in LAYERS])
+def test_a_layer_is_torchs(make, shape, trained):
+    weights, by_input = TRAINED[trained]
+
+    def found(scope):
+        torch.manual_seed(0)
+        layer, x = make().double(), torch.randn(shape, dtype=torch.float64, requires_grad=by_input)
+        if not weights or not list(layer.parameters()):
+            x.requires_grad_()
+        for p in layer.parameters():
+            nn.init.normal_(p).requires_grad_(weights)
+        return curved(layer, x, scope)
+
+    torch.testing.assert_close(found(SecondDerivatives()), found(nullcontext()))
+
+
+def small_net(dtype=torch.float64):
+    torch.manual_seed(0)
+    net = network("resnet8", (3, 8, 8), 5).to(dtype)
+    return net, torch.randn(6, 3, 8, 8, dtype=dtype), torch.randint(5, (6,))
+
+
+def products_of(net, x, y, scope, autocast=False):
+    with scope, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = functional.cross_entropy(net(x), y)
+    params = list(net.parameters())
+    slopes = torch.autograd.grad(loss, params, create_graph=True)
+    return torch.cat([h.flatten() for h in torch.autograd.grad(slopes, params, [s.detach() for s in slopes])])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+def test_a_net_is_torchs_also_compiled():
+    expected = products_of(*small_net(), nullcontext())
+    torch.testing.assert_close(products_of(*small_net(), SecondDerivatives()), expected)
+    compiled = SecondDerivatives(lambda function: torch.compile(function, dynamic=False))
+    torch.testing.assert_close(products_of(*small_net(), compiled), expected)
+
+
+def test_under_autocast_it_is_as_close_as_torchs():
+    expected = products_of(*small_net(), nullcontext())
+
+    def error(scope):
+        found = products_of(*small_net(torch.float32), scope, autocast=True).double()
+        return (found - expected).norm() / expected.norm()
+
+    theirs, ours = error(nullcontext()), error(SecondDerivatives())
+    assert 1e-4 < ours < 1.5 * theirs
+
+
+def test_torch_func_sees_torchs_own_operations():
+    net, x, y = small_net()
+    params = dict(net.named_parameters())
+    net.eval()
+
+    def loss_of(params, x, y):
+        return functional.cross_entropy(torch.func.functional_call(net, params, (x[None],)), y[None])
+
+    each = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))
+    with SecondDerivatives():
+        found = each(params, x, y)
+    torch.testing.assert_close(found, each(params, x, y))
+
+
+class Kernels(TorchDispatchMode):
+    """Sizes of the kernels that are slid over images."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("convolution", "convolution_backward"):
+            weight = args[1] if name == "convolution" else args[2]
+            made = 1 if name == "convolution" else sum(args[-1][:2])
+            self.sizes += [weight.shape[-1]] * made
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_exact_step_is_nine_convolutions_a_layer():
+    """SGD's step has three; torch's double backward slides gradients as large as the image."""
+    net, x, y = small_net()
+    opt = SGDTracer(net.parameters(), model=net, engine="exact")
+    opt.step(lambda: functional.cross_entropy(net(x), y))
+    with Kernels() as kernels:
+        opt.step(lambda: functional.cross_entropy(net(x), y))
+    layers = sum(isinstance(layer, nn.Conv2d) for layer in net.modules())
+    assert set(kernels.sizes) == {3}
+    assert len(kernels.sizes) == 9 * layers - 5  # the images are not trained
+
+
+def test_batch_norm_in_the_numerator_of_hutchinson_is_still_refused():
+    net, x, y = small_net()
+    opt = SGDTracer(net.parameters(), model=net, curvature=hutchinson(), average=gradient_magnitude)
+    with pytest.raises(ValueError, match="third derivative of BatchNorm"):
+        opt.step(lambda: functional.cross_entropy(net(x), y))
