@@ -16,8 +16,9 @@ from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.stats import Stats
 from gtracer.optim.tracer import Params
 from gtracer.optim.trial import Plan, Slice, Trial
-from gtracer.optim.two_kernels import TwoKernels
+from gtracer.optim.two_kernels import TwoKernels, adam_state
 from gtracer.penalty import DELTA, RHO
+from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 
@@ -154,6 +155,7 @@ class AdamTracer(TracerOptimizer):
 
     def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
         alone = self._parts is None and not self._each and self._scaler is None and self.clip is None
+        alone = alone and not is_capturing()  # addresses of tensors are handed over from the CPU
         plain = self._is_plain and not (self.scale_free or self.preconditioned or self.eta or self.reuse)
         self._fuses = self.compiled and self.lean and self.nonfinite == "ignore" and alone and plain
         try:
@@ -170,7 +172,7 @@ class AdamTracer(TracerOptimizer):
 
     def _is_fusible(self, part: Slice) -> bool:
         coupled = part.group["weight_decay"] and not self._decoupled
-        return not coupled and not part.group["maximize"] and all(self.trained(p) for p in part.params)
+        return not coupled and not part.group["maximize"]
 
     def _conclude(self, trial: Trial) -> None:
         if self._kernels is None:
@@ -190,8 +192,7 @@ class AdamTracer(TracerOptimizer):
         group, params = part.group, part.params
         for p in params:
             if not self.trained(p):
-                step = torch.zeros((), device=p.device if group["capturable"] else "cpu")
-                self.state[p].update(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                self.state[p].update(adam_state(p, capturable=group["capturable"]))
         torch._foreach_add_([self.state[p]["step"] for p in params], 1)
         total: Tensors = [p.grad for p in params if p.grad is not None]
         F = part.measured

@@ -2,14 +2,17 @@
 
 Before: direction and displacement, from the gradient and v. Behind: the weights come back, ρ∇T, Adam's update and v.
 Between them no direction, no old weights and no ρ∇T are kept: what displaced the weights is computed again. The
-lengths, which the displacement needs first, are one reading more. torch.compile makes the kernels of these functions.
-They are written tensor by tensor for it: of foreach's lists it would keep every intermediate.
+lengths, which the displacement needs first, are one reading more. On a GPU they are launched by `launches`; elsewhere
+torch.compile makes kernels of these functions, written tensor by tensor for it: of foreach's lists it would keep every
+intermediate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +35,10 @@ class Numbers(NamedTuple):
 
 
 def _towards(g: Tensor, v: Tensor, count: Tensor, by: Numbers) -> Tensor:
-    """∇L / (f + δ), with f as in `adam_average`."""
+    """∇L / (f + δ), with f as in `adam_average`; before the first step it is f₀."""
     start = by.beta2**count
-    f = v / (1 - start) if isinstance(by.f0, str) else v + by.f0 * start
+    f0 = by.f0
+    f = torch.where(count > 0, v / (1 - start), g.square()) if isinstance(f0, str) else v + f0 * start
     return g / (f + by.delta) if by.delta else torch.where(f == 0, 0.0, g / f)
 
 
@@ -84,26 +88,51 @@ def finish_(
     return torch.stack(sums).sum(0)
 
 
+def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
+    """Adam's state before the first step; a `capturable` one counts on the device."""
+    count = torch.zeros((), device=p.device if capturable else "cpu")
+    return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
 class Part:
     """A slice, with all that the kernels read."""
 
     def __init__(self, part: Slice, state: dict[Tensor, dict[str, Any]]) -> None:
         group, knobs = part.group, part.knobs
         self.params, self.g = part.params, part.gradients
-        self.exp_avg = [state[p]["exp_avg"] for p in part.params]
-        self.v = [state[p]["exp_avg_sq"] for p in part.params]
-        self.counts = [state[p]["step"] for p in part.params]
+        self.state = [state.get(p) or adam_state(p, capturable=True) for p in part.params]
+        self.exp_avg, self.v, self.counts = (
+            [known[name] for known in self.state] for name in ("exp_avg", "exp_avg_sq", "step")
+        )
         self.rho = torch.tensor(part.signed_rho, dtype=part.gradients[0].dtype)
         self.lr = group["lr"]
         beta1, beta2 = group["betas"]
         self.by = Numbers(knobs["f0"], knobs["delta"], beta1, beta2, group["eps"], group["weight_decay"])
+
+    @property
+    def is_launchable(self) -> bool:
+        """Whether each of the functions can be one launch for all tensors: see `launches`."""
+        lists = (self.params, self.g, self.exp_avg, self.v, self.counts)
+        first = self.params[0]
+        return first.is_cuda and all(
+            t.device == first.device and t.dtype == torch.float32 and t.is_contiguous() for part in lists for t in part
+        )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 class TwoKernels:
     """A step under way, from the first gradient to the update."""
 
     def __init__(self, slices: list[Slice], state: dict[Tensor, dict[str, Any]], radius: float, run: Runner) -> None:
-        self._parts = [Part(part, state) for part in slices]
+        self._parts, self._state = [Part(part, state) for part in slices], state
+        if all(part.is_launchable for part in self._parts) and _has_triton():
+            from gtracer.optim.launches import launched
+
+            run = launched
         self._run = run
         found = [run(reach)(part.g, part.v, part.counts, part.rho, part.by) for part in self._parts]
         squared_length, self.ratio, squared_size = torch.stack(found).sum(0)
@@ -139,5 +168,6 @@ class TwoKernels:
             moments = (part.exp_avg, part.v, part.counts, self._scale * part.rho, self._factor, part.lr, part.by)
             sums.append(self._run(finish_)(part.params, part.g, ahead, *moments))
             torch._foreach_add_(part.counts, 1)
+            self._state.update(zip(part.params, part.state, strict=True))
         change, total = torch.stack(sums).sum(0).sqrt()
         return change, total
