@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gtracer import tensors
 from gtracer.tensors import Tensors
@@ -65,9 +65,14 @@ class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        modules = model.modules() if model is not None else ()
-        everywhere = [(b, (m._buffers, name)) for m in modules for name, b in m._buffers.items() if b is not None]
-        once = {id(b): (b, place) for b, place in reversed(everywhere)}  # shared ones are one
+        once: dict[int, tuple[Tensor, tuple[dict[str, Any], str]]] = {}  # shared ones are one
+        ahead = [model] if model is not None else []
+        while ahead:  # model.modules() takes ten times as long, twice a step
+            module = ahead.pop()
+            for name, b in module._buffers.items():
+                if b is not None:
+                    once[id(b)] = (b, (module._buffers, name))
+            ahead += [child for child in module._modules.values() if child is not None]
         self.buffers = [b for b, _ in once.values()]
         self._places = [place for _, place in once.values()]
         self.saved = tensors.clone(self.buffers)

@@ -7,7 +7,6 @@ which tensor a block belongs, and which of its blocks it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,17 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gtracer.optim import two_kernels
-from gtracer.optim.two_kernels import Numbers
+from gtracer.optim.two_kernels import Part
 from gtracer.tensors import Tensors
 
 BLOCK = 2048
 
 
 @triton.jit
-def lane(addresses, tensor, inside, row: tl.constexpr, rows: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to this block of the row's tensor."""
-    start = tl.load(addresses + tensor * rows + row)
+def lane(addresses, tensor, inside, ALIGNED: tl.constexpr):
+    """Pointers to this block of the tensor."""
+    start = tl.load(addresses + tensor)
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     return start.to(tl.pointer_type(tl.float32)) + inside
@@ -47,7 +45,7 @@ def remaining(log_beta, count):
 
 
 @triton.jit
-def towards(g, v, count, log_beta2, f0, delta, FIRST: tl.constexpr, DAMPED: tl.constexpr):
+def towards(g, v, count, f0, delta, log_beta2, FIRST: tl.constexpr, DAMPED: tl.constexpr):
     """∇L / (f + δ)."""
     start = remaining(log_beta2, count)
     f = v + f0 * start.to(tl.float32)
@@ -66,15 +64,15 @@ def finite(x):
 
 @triton.jit
 def reach_kernel(
-    blocks, sizes, addresses, sums, log_beta2, f0, delta,
+    blocks, sizes, n, rows, f0, delta, log_beta2, sums,
     FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sums over a block; of rows g, v, count."""
+    """The sums over a block."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
-    g = tl.load(lane(addresses, tensor, inside, 0, 3, ALIGNED), mask=there, other=0.0)
-    v = tl.load(lane(addresses, tensor, inside, 1, 3, ALIGNED), mask=there, other=1.0)
-    count = tl.load(lane(addresses, tensor, 0, 2, 3, ALIGNED)).to(tl.float64)
-    x = towards(g, v, count, log_beta2, f0, delta, FIRST, DAMPED)
+    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
+    v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
+    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
+    x = towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED)
     at = sums + 3 * tl.program_id(0)
     tl.store(at, tl.sum(x * x))
     tl.store(at + 1, tl.sum(g * x))
@@ -83,39 +81,39 @@ def reach_kernel(
 
 @triton.jit
 def displace_kernel(
-    blocks, sizes, addresses, step, log_beta2, f0, delta,
+    blocks, sizes, n, rows, f0, delta, log_beta2, step,
     FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of rows p, g, v, count."""
+    """A block of weights, moved."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
-    at = lane(addresses, tensor, inside, 0, 4, ALIGNED)
+    at = lane(rows, tensor, inside, ALIGNED)
     p = tl.load(at, mask=there, other=0.0)
-    g = tl.load(lane(addresses, tensor, inside, 1, 4, ALIGNED), mask=there, other=0.0)
-    v = tl.load(lane(addresses, tensor, inside, 2, 4, ALIGNED), mask=there, other=1.0)
-    count = tl.load(lane(addresses, tensor, 0, 3, 4, ALIGNED)).to(tl.float64)
-    move = tl.load(step) * towards(g, v, count, log_beta2, f0, delta, FIRST, DAMPED)
-    tl.store(at, p + finite(move), mask=there)
+    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
+    v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
+    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
+    tl.store(at, p + finite(tl.load(step) * towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED)), mask=there)
 
 
 @triton.jit
 def finish_kernel(
-    blocks, sizes, addresses, step, factor, lr, sums, log_beta1, log_beta2, less1, less2, beta2, eps, decay, f0, delta,
+    blocks, sizes, n, rows, f0, delta, log_beta2, ahead, step, factor, lr, sums,
+    log_beta1, less1, less2, beta2, eps, decay,
     FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of rows p, g, ahead, exp_avg, v, count; `less1` and `less2` are 1 − β."""
+    """A block, moved back and updated; `less1` and `less2` are 1 − β."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
-    at_p = lane(addresses, tensor, inside, 0, 6, ALIGNED)
-    at_m = lane(addresses, tensor, inside, 3, 6, ALIGNED)
-    at_v = lane(addresses, tensor, inside, 4, 6, ALIGNED)
+    at_p = lane(rows, tensor, inside, ALIGNED)
+    at_m = lane(rows + 2 * n, tensor, inside, ALIGNED)
+    at_v = lane(rows + 3 * n, tensor, inside, ALIGNED)
     p = tl.load(at_p, mask=there, other=0.0)
-    g = tl.load(lane(addresses, tensor, inside, 1, 6, ALIGNED), mask=there, other=0.0)
-    ahead = tl.load(lane(addresses, tensor, inside, 2, 6, ALIGNED), mask=there, other=0.0)
+    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
+    g_there = tl.load(lane(ahead, tensor, inside, ALIGNED), mask=there, other=0.0)
     m = tl.load(at_m, mask=there, other=0.0)
     v = tl.load(at_v, mask=there, other=1.0)
-    count = tl.load(lane(addresses, tensor, 0, 5, 6, ALIGNED)).to(tl.float64)
+    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
     rate = tl.load(lr)
-    w = p - finite(tl.load(step) * towards(g, v, count, log_beta2, f0, delta, FIRST, DAMPED))
-    penalty = tl.load(factor) * (ahead - g)
+    w = p - finite(tl.load(step) * towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED))
+    penalty = tl.load(factor) * (g_there - g)
     total = g + penalty
     at = sums + 2 * tl.program_id(0)
     tl.store(at, tl.sum(penalty * penalty))
@@ -130,77 +128,64 @@ def finish_kernel(
     tl.store(at_v, second, mask=there)
 
 
-@cache
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tensor each block belongs to and which of its blocks it is; and the sizes."""
-    found = [(tensor, i) for tensor, size in enumerate(sizes) for i in range(triton.cdiv(size, BLOCK))]
-    return torch.tensor(found, dtype=torch.int32, device=device), torch.tensor(sizes, device=device)
+class Launched(Part):
+    """A slice whose tensors lie in a row each, of floats, on one device."""
 
+    def __init__(self, part: Part) -> None:
+        vars(self).update(vars(part))
+        self.device = self.params[0].device
+        self._rows = Rows(self.params, self.g, self.exp_avg, self.v, self.counts)
+        self._blocks = blocks_of(tuple(p.numel() for p in self.params), self.device)
 
-class Table:
-    """Where the tensors lie, on their device."""
-
-    def __init__(self, *rows: Tensors) -> None:
-        of = rows[0]
-        self.device = of[0].device
-        self.blocks, self.sizes = _blocks(tuple(p.numel() for p in of), self.device)
-        addresses = [[t.data_ptr() for t in column] for column in zip(*rows, strict=True)]
-        listed = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        self.aligned = not bool((listed % 16).any())
-        self.addresses = listed.to(self.device, non_blocking=True)
-
-    def launch(self, kernel: Any, by: Numbers, *arguments: Any) -> None:
+    def _launch(self, kernel: Any, *arguments: Any, aligned: bool = True) -> None:
         """One program for each block."""
-        first = isinstance(by.f0, str)
-        options = {"FIRST": first, "DAMPED": by.delta > 0, "ALIGNED": self.aligned, "BLOCK": BLOCK}
-        f0 = 0.0 if first else by.f0
-        kernel[(len(self.blocks),)](self.blocks, self.sizes, self.addresses, *arguments, f0, by.delta, **options)
+        f0, delta, *_ = self.by
+        first = isinstance(f0, str)
+        options = {"FIRST": first, "DAMPED": delta > 0, "ALIGNED": aligned and self._rows.aligned, "BLOCK": BLOCK}
+        start = (*self._blocks, self._rows.addresses, 0.0 if first else f0, delta, _log(self.by.beta2))
+        kernel[(len(self._blocks[0]),)](*start, *arguments, **options)
 
-    def sums(self, count: int) -> Tensor:
+    def _sums(self, count: int) -> Tensor:
         """Room for so many of every block."""
-        return torch.empty(len(self.blocks), count, device=self.device)
+        return torch.empty(len(self._blocks[0]), count, device=self.device)
+
+    def reach(self) -> Tensor:
+        sums = self._sums(3)
+        self._launch(reach_kernel, sums)
+        x, ratio, size = sums.sum(0)
+        return torch.stack([x * self.rho * self.rho, ratio, size])
+
+    def displace_(self, scale: Tensor) -> None:
+        self._launch(displace_kernel, scale * self.rho)
+
+    def finish_(self, ahead: Tensors, scale: Tensor, factor: Tensor) -> Tensor:
+        by, sums = self.by, self._sums(2)
+        there = [t.contiguous() for t in ahead]  # kept until the kernel is on its way
+        rows = Rows(there)
+        rate = self.lr.to(sums) if isinstance(self.lr, Tensor) else torch.full((), self.lr, device=self.device)
+        numbers = (_log(by.beta1), 1 - by.beta1, 1 - by.beta2, by.beta2, by.eps, by.decay)
+        tensors = (rows.addresses, scale * self.rho, factor, rate, sums)
+        self._launch(finish_kernel, *tensors, *numbers, aligned=rows.aligned)
+        return sums.sum(0)
 
 
-def reach(g: Tensors, v: Tensors, counts: Tensors, rho: Tensor, by: Numbers) -> Tensor:
-    table = Table(g, v, counts)
-    sums = table.sums(3)
-    table.launch(reach_kernel, by, sums, _log(by.beta2))
-    x, ratio, size = sums.sum(0)
-    return torch.stack([x * rho * rho, ratio, size])
+class Rows:
+    """Where tensors lie, as a table on their device: a row for each list."""
+
+    def __init__(self, *lists: Tensors) -> None:
+        device = lists[0][0].device
+        listed = [[t.data_ptr() for t in tensors] for tensors in lists]
+        table = torch.tensor(listed, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.aligned = not bool((table % 16).any())
+        self.addresses = table.to(device, non_blocking=True)
 
 
-def displace_(params: Tensors, g: Tensors, v: Tensors, counts: Tensors, step: Tensor, by: Numbers) -> None:
-    Table(params, g, v, counts).launch(displace_kernel, by, step, _log(by.beta2))
-
-
-def finish_(
-    params: Tensors,
-    g: Tensors,
-    ahead: Tensors,
-    exp_avg: Tensors,
-    v: Tensors,
-    counts: Tensors,
-    step: Tensor,
-    factor: Tensor,
-    lr: float | Tensor,
-    by: Numbers,
-) -> Tensor:
-    ahead = [t.contiguous() for t in ahead]  # kept until the kernel is on its way
-    table = Table(params, g, ahead, exp_avg, v, counts)
-    sums = table.sums(2)
-    rate = lr.to(sums) if isinstance(lr, Tensor) else torch.full((), lr, device=table.device)
-    betas = (_log(by.beta1), _log(by.beta2), 1 - by.beta1, 1 - by.beta2, by.beta2)
-    table.launch(finish_kernel, by, step, factor, rate, sums, *betas, by.eps, by.decay)
-    return sums.sum(0)
+@cache
+def blocks_of(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Which tensor each block belongs to and which of its blocks it is; the sizes; how many there are."""
+    found = [(tensor, i) for tensor, size in enumerate(sizes) for i in range(triton.cdiv(size, BLOCK))]
+    return torch.tensor(found, dtype=torch.int32, device=device), torch.tensor(sizes, device=device), len(sizes)
 
 
 def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
-
-
-LAUNCHED = {two_kernels.reach: reach, two_kernels.displace_: displace_, two_kernels.finish_: finish_}
-
-
-def launched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same in one launch."""
-    return LAUNCHED[function]

@@ -72,12 +72,16 @@ def shared(batches: Sequence[Any]) -> list[tuple[float, tuple[Any, ...]]]:
     return [(count / sum(counts), batch) for count, batch in zip(counts, listed, strict=True)]
 
 
-def kept(gradient: Tensor | None) -> Tensor:
-    """A gradient that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
-    assert gradient is not None
-    several = distributed.is_available() and distributed.is_initialized()
-    in_bucket = several and gradient._base is not None and not gradient.requires_grad
-    return gradient.clone() if in_bucket else gradient
+def gradients_of(params: Tensors) -> Tensors:
+    """Theirs, which the next pass leaves alone."""
+    return kept([p.grad for p in params if p.grad is not None])
+
+
+def kept(gradients: Tensors) -> Tensors:
+    """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return gradients
+    return [g.clone() if g._base is not None and not g.requires_grad else g for g in gradients]
 
 
 def as_first(model: Any) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gtracer import tensors
+from gtracer import checks, tensors
 from gtracer.curvature import squares
 from gtracer.optim.stats import Stats
 from gtracer.penalty import Passes
@@ -35,6 +36,21 @@ class Slice:
     def signed_rho(self) -> float:
         """ρ; negative where torch's `maximize` will flip the sign of the total."""
         return signed_rho(self.group, self.knobs)
+
+
+def used_of(group: dict[str, Any], check: Callable[[str, Tensor], None]) -> Tensors:
+    """Those parameters of a group that have a gradient; what is out of the ordinary about them is checked."""
+    used: list[Any] = [p for p in group["params"] if p.grad is not None]
+    # There are many of them, and almost always nothing is.
+    whole = all(p.dtype == torch.float32 and type(p) in (nn.Parameter, Tensor) for p in used)
+    if whole and all(p.grad.layout == torch.strided for p in used):
+        return used
+    for label, p in checks.labelled(group):
+        if p.grad is not None:
+            check(label, p)
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
+    return used
 
 
 def signed_rho(group: dict[str, Any], knobs: dict[str, Any]) -> float:

@@ -97,7 +97,8 @@ def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
 class Part:
     """A slice, with all that the kernels read."""
 
-    def __init__(self, part: Slice, state: dict[Tensor, dict[str, Any]]) -> None:
+    def __init__(self, part: Slice, state: dict[Tensor, dict[str, Any]], run: Runner) -> None:
+        self._run = run
         group, knobs = part.group, part.knobs
         self.params, self.g = part.params, part.gradients
         self.state = [state.get(p) or adam_state(p, capturable=True) for p in part.params]
@@ -109,14 +110,27 @@ class Part:
         beta1, beta2 = group["betas"]
         self.by = Numbers(knobs["f0"], knobs["delta"], beta1, beta2, group["eps"], group["weight_decay"])
 
+    def reach(self) -> Tensor:
+        """As the function does it."""
+        return self._run(reach)(self.g, self.v, self.counts, self.rho, self.by)  # type: ignore[no-any-return]
+
+    def displace_(self, scale: Tensor) -> None:
+        """By u times the scale."""
+        self._run(displace_)(self.params, self.g, self.v, self.counts, scale * self.rho, self.by)
+
+    def finish_(self, ahead: Tensors, scale: Tensor, factor: Tensor) -> Tensor:
+        """As the function does it."""
+        lists = (self.params, self.g, ahead, self.exp_avg, self.v, self.counts)
+        return self._run(finish_)(*lists, scale * self.rho, factor, self.lr, self.by)  # type: ignore[no-any-return]
+
     @property
     def is_launchable(self) -> bool:
         """Whether each of the functions can be one launch for all tensors: see `launches`."""
-        lists = (self.params, self.g, self.exp_avg, self.v, self.counts)
-        first = self.params[0]
-        return first.is_cuda and all(
-            t.device == first.device and t.dtype == torch.float32 and t.is_contiguous() for part in lists for t in part
-        )
+        device, tensors = self.params[0].device, [*self.params, *self.g, *self.exp_avg, *self.v, *self.counts]
+        if device.type != "cuda" or not _has_triton():
+            return False
+        alike = {t.dtype for t in tensors} == {torch.float32} and {t.device for t in tensors} == {device}
+        return alike and all(map(Tensor.is_contiguous, tensors))
 
 
 @cache
@@ -124,18 +138,22 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def part_of(part: Slice, state: dict[Tensor, dict[str, Any]], run: Runner) -> Part:
+    """The slice, to be launched where it can be, else `run`."""
+    made = Part(part, state, run)
+    if not made.is_launchable:
+        return made
+    from gtracer.optim.launches import Launched
+
+    return Launched(made)
+
+
 class TwoKernels:
     """A step under way, from the first gradient to the update."""
 
     def __init__(self, slices: list[Slice], state: dict[Tensor, dict[str, Any]], radius: float, run: Runner) -> None:
-        self._parts, self._state = [Part(part, state) for part in slices], state
-        if all(part.is_launchable for part in self._parts) and _has_triton():
-            from gtracer.optim.launches import launched
-
-            run = launched
-        self._run = run
-        found = [run(reach)(part.g, part.v, part.counts, part.rho, part.by) for part in self._parts]
-        squared_length, self.ratio, squared_size = torch.stack(found).sum(0)
+        self._parts, self._state = [part_of(part, state, run) for part in slices], state
+        squared_length, self.ratio, squared_size = torch.stack([part.reach() for part in self._parts]).sum(0)
         length = squared_length.sqrt()
         self.size = squared_size.sqrt()
         self._scale = torch.where(length > 0, radius / length, 0.0)
@@ -158,15 +176,14 @@ class TwoKernels:
 
     def _displace(self, scale: Tensor) -> None:
         for part in self._parts:
-            self._run(displace_)(part.params, part.g, part.v, part.counts, scale * part.rho, part.by)
+            part.displace_(scale)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Make the update; gives ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""
         rest, sums = list(self._ahead), []
         for part in self._parts:
             ahead, rest = rest[: len(part.params)], rest[len(part.params) :]
-            moments = (part.exp_avg, part.v, part.counts, self._scale * part.rho, self._factor, part.lr, part.by)
-            sums.append(self._run(finish_)(part.params, part.g, ahead, *moments))
+            sums.append(part.finish_(ahead, self._scale, self._factor))
             torch._foreach_add_(part.counts, 1)
             self._state.update(zip(part.params, part.state, strict=True))
         change, total = torch.stack(sums).sum(0).sqrt()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from gtracer import checks, scopes, tensors
-from gtracer.optim.parts import kept
+from gtracer.optim.parts import gradients_of, kept
 from gtracer.optim.stats import Stats
-from gtracer.optim.trial import Plan, Slice, Trial
+from gtracer.optim.trial import Plan, Slice, Trial, used_of
 from gtracer.penalty import NONFINITE, check_loss
 from gtracer.scopes import Buffers, RandomState, displaced, frozen_statistics, is_capturing, replayed_random
 from gtracer.tensors import Tensors
@@ -297,16 +297,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _begin(self, loss: Any, due: bool = True) -> Trial:
         """Collect the gradients of the first pass and plan the others."""
-        slices = []
-        for group in self.param_groups:
-            used = [(label, p) for label, p in checks.labelled(group) if p.grad is not None]
-            for label, p in used:
-                self._check_parameter(label, p)
-                if p.grad.layout != torch.strided:  # type: ignore[union-attr]
-                    raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
-            if used:
-                params = [p for _, p in used]
-                slices.append(Slice(group, self.knobs(group), params, [kept(p.grad) for p in params]))
+        used = [(group, used_of(group, self._check_parameter)) for group in self.param_groups]
+        slices = [Slice(group, self.knobs(group), params, gradients_of(params)) for group, params in used if params]
         due = due and self.second_pass_due and bool(slices)
         return Trial(slices, self._plan(slices, due), loss)
 
@@ -323,8 +315,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             yield
         if trial.displacement is not None:
             # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-            keep = kept if self.is_central else lambda g: g
-            trial.proceed([torch.zeros_like(p) if p.grad is None else keep(p.grad) for p in trial.params])
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trial.params]
+            trial.proceed(kept(gradients) if self.is_central else gradients)
         # One that enters the loss only there has no gradient in this step.
         self._clear_gradients()
 
