@@ -1,6 +1,5 @@
 """The fused kernels against torch's, run by Triton's interpreter where there is no GPU."""
 
-import os
 from copy import deepcopy
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ from gtracer.lab.record import Record
 from gtracer.lab.train import train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 pytest.importorskip("triton")
 needs_gpu = pytest.mark.skipif(
     DEVICE == "cpu", reason="needs a CUDA device: the interpreter knows no bfloat16, and is slow"

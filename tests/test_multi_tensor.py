@@ -1,13 +1,9 @@
 """Adam-TRACER's kernels in one launch for all tensors, run by Triton's interpreter where there is no GPU."""
 
-import os
-
 import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore")  # numpy's, in the interpreter
 
