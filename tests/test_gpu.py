@@ -69,6 +69,33 @@ def test_two_kernels_make_the_step_of_many():
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_float32_is_launched_for_all_tensors_at_once_without_a_wait(monkeypatch):
+    """From the first step on, with nothing compiled."""
+    from gtracer.optim.launches import Launched
+
+    finish, launched = Launched.finish_, []
+    monkeypatch.setattr(Launched, "finish_", lambda *given: launched.append(1) or finish(*given))
+    monkeypatch.setattr(torch, "compile", None)
+
+    def maker(params, **own):
+        options = {"compiled": True, "lean": True, "nonfinite": "ignore"} if len(launched) < 5 else {}
+        return AdamWTracer(params, lr=0.01, rho=0.01, **options, **own)
+
+    found, opt = train(maker, "cuda", dtype=torch.float32)
+    assert len(launched) == 5
+    assert relative_error(found, train(maker, "cpu")[0]) < 1e-4
+    model = Net().cuda()
+    opt = AdamWTracer(model.parameters(), model=model, compiled=True, lean=True, nonfinite="ignore")
+    x = torch.randn(8, 2, 4, 4, device="cuda")
+    opt.step(lambda: model(x).square().mean())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        opt.step(lambda: model(x).square().mean())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_step_never_waits_for_the_device(name):
     torch.manual_seed(0)
