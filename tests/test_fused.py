@@ -48,7 +48,7 @@ def test_loss_gradients_and_statistics_are_torchs(n, depth, size):
     for loss in losses:
         loss.backward()
     # TF32 on a GPU, for both.
-    tolerance = 2e-5 if DEVICE == "cpu" else 0.05
+    tolerance = 2e-5 if DEVICE == "cpu" else 0.08
     assert losses[0].item() == pytest.approx(losses[2].item(), rel=tolerance)
     for (name, p), q in zip(ours.named_parameters(), exact.parameters(), strict=True):
         assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm() + 1e-7, name

@@ -91,10 +91,11 @@ def test_one_process_with_nccl(tmp_path, penalty):
 
 def test_a_captured_step_of_adam():
     """Counts its steps and reads its learning rate on the device: replays are the steps of an eager run."""
-    x, y = torch.randn(8, 32, 3, 16, 16, device="cuda"), torch.randint(10, (8, 32), device="cuda")
+    x = torch.randn(8, 32, 3, 16, 16, device="cuda", dtype=torch.float64)
+    y = torch.randint(10, (8, 32), device="cuda")
     found = []
     for captured in (False, True):
-        model = convolutional()
+        model = convolutional().double()
         lr = torch.tensor(1e-3, device="cuda")
         opt = AdamWTracer(
             model.parameters(), lr=lr, rho=0.003, delta=0.01, model=model, nonfinite="ignore", capturable=True
@@ -119,7 +120,7 @@ def test_a_captured_step_of_adam():
             lr.fill_(1e-3 * (1 - i / 10))
             graph.replay() if captured else step()
         found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
 
 
 def test_flash_attention_in_the_finite_difference():

@@ -80,8 +80,9 @@ def finite_(xs: Tensors) -> None:
 
 def clone(xs: Tensors) -> Tensors:
     """Copies that share nothing with the originals."""
-    made = [torch.empty_like(x.detach()) for x in xs]
-    copy_(made, [x.detach() for x in xs])
+    xs = [x.detach() for x in xs]
+    made = [torch.empty_like(x) for x in xs]
+    copy_(made, xs)
     return made
 
 

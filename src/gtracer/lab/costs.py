@@ -55,6 +55,8 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
     quiet: dict[str, Any] = {"nonfinite": "ignore"}
     fused: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    two_kernels: dict[str, Any] = {"compiled": True, "lean": True}
+    rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
 
     def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
         return lambda model: _ours(SGDTracer(model.parameters(), **momentum, model=model, **quiet, **options))
@@ -69,7 +71,9 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD-TRACER": Row(SGD, sgd_tracer(**fused), captured=True),
         "SGD-TRACER, lean": Row(SGD, sgd_tracer(lean=True, **fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
-        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(interval=EVERY, reuse=0.9, **fused), EVERY),
+        "SGD-TRACER, compiled, lean": Row(SGD, sgd_tracer(**two_kernels)),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely, **fused), EVERY),
+        f"SGD-TRACER, every {EVERY}th, reused, compiled, lean": Row(SGD, sgd_tracer(**rarely, **two_kernels), EVERY),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
         'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused), captured=True),
         ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
@@ -77,7 +81,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
         "AdamW-TRACER, lean": Row(ADAMW, adamw_tracer(lean=True)),
         "AdamW-TRACER, compiled": Row(ADAMW, adamw_tracer(compiled=True)),
-        "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(compiled=True, lean=True)),
+        "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(**two_kernels)),
     }
     if twice:
         compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"), captured=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,15 @@ from typing_extensions import Unpack
 
 from gtracer import checks
 from gtracer.curvature import squares
+from gtracer.optim.fused import FusedTracer, launchable
 from gtracer.optim.options import Options
-from gtracer.optim.penalised import TracerOptimizer
-from gtracer.optim.stats import Stats
 from gtracer.optim.tracer import Params
-from gtracer.optim.trial import Plan, Slice, Trial
-from gtracer.optim.two_kernels import TwoKernels, adam_state
+from gtracer.optim.trial import Slice, Trial
 from gtracer.penalty import DELTA, RHO
-from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.launches import Launched
 
 
 def adam_update_(
@@ -61,7 +61,13 @@ def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0
     return torch._foreach_add(v, [f0 * weight for weight in start])
 
 
-class AdamTracer(TracerOptimizer):
+def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
+    """Adam's state before the first step; a `capturable` one counts on the device."""
+    count = torch.zeros((), device=p.device if capturable else "cpu")
+    return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+class AdamTracer(FusedTracer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
 
     With another `curvature` (or `average`) than the squared gradient, that estimate feeds the second moment.
@@ -79,8 +85,6 @@ class AdamTracer(TracerOptimizer):
     """
 
     _decoupled = False
-    _fuses = False
-    _kernels: TwoKernels | None = None
 
     def __init__(
         self,
@@ -151,38 +155,24 @@ class AdamTracer(TracerOptimizer):
         counts = [self.state[p]["step"] for p in params]
         return counts if group["capturable"] else [float(count) for count in counts]
 
-    # In two kernels, where nothing has to be looked at between passes and update.
+    def _launched(self, part: Slice) -> Launched | None:
+        group, knobs = part.group, part.knobs
+        if group["maximize"] or (group["weight_decay"] and not self._decoupled):
+            return None
+        state = [self.state.get(p) or adam_state(p, capturable=True) for p in part.params]
+        exp_avg, v, counts = ([known[name] for known in state] for name in ("exp_avg", "exp_avg_sq", "step"))
+        if not launchable(part.params, part.gradients, exp_avg, v, counts):
+            return None
+        from gtracer.optim.launches import Launched
 
-    def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
-        alone = self._parts is None and not self._each and self._scaler is None and self.clip is None
-        alone = alone and not is_capturing()  # addresses of tensors are handed over from the CPU
-        plain = self._is_plain and not (self.scale_free or self.preconditioned or self.eta or self.reuse)
-        self._fuses = self.compiled and self.lean and self.nonfinite == "ignore" and alone and plain
-        try:
-            return super()._passes_over(closure)
-        finally:
-            self._fuses = False
-
-    def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
-        self._kernels = None
-        if not (due and self._fuses and all(self._is_fusible(part) for part in slices)):
-            return super()._plan_of_squares(slices, due)
-        self._kernels = TwoKernels(slices, self.state, self.radius, self._run)
-        return Plan(self._kernels.passes(), self._kernels.ratio)
-
-    def _is_fusible(self, part: Slice) -> bool:
-        coupled = part.group["weight_decay"] and not self._decoupled
-        return not coupled and not part.group["maximize"]
-
-    def _conclude(self, trial: Trial) -> None:
-        if self._kernels is None:
-            super()._conclude(trial)
+        f0 = None if isinstance(knobs["f0"], str) else knobs["f0"]
+        own = {"betas": group["betas"], "lr": group["lr"], "eps": group["eps"], "decay": group["weight_decay"]}
+        lists = (part.params, part.gradients, exp_avg, v, counts)
+        return Launched(*lists, state=state, rho=knobs["rho"], delta=knobs["delta"], f0=f0, **own)
 
     def _apply(self, trial: Trial) -> None:
         if self._kernels is not None:
-            change, total = self._kernels.finish()
-            self.stats = Stats(trial.loss, trial.trace_ratio, self._kernels.size, change, total)
-            self._kernels = None
+            super()._apply(trial)
             return
         for part in trial.slices:
             self._complete_total(part)

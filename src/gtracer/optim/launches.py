@@ -1,4 +1,4 @@
-"""The functions of `two_kernels` in Triton: each is one launch for all tensors, however many there are.
+"""SGD-TRACER's and Adam-TRACER's arithmetic in Triton, each kernel one launch for all tensors, however many there are.
 
 A kernel is given where the tensors lie as a table of addresses, and works on them in blocks; another table says to
 which tensor a block belongs, and which of its blocks it is.
@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gtracer.optim.two_kernels import Part
 from gtracer.tensors import Tensors
 
 BLOCK = 2048
@@ -40,17 +39,26 @@ def place(blocks, sizes, BLOCK: tl.constexpr):
 
 @triton.jit
 def remaining(log_beta, count):
-    """β to the power of the count: in float64, of which 1 − β² leaves enough."""
+    """β to the power of the count, which is float64: of that, 1 − β leaves enough."""
     return tl.exp(log_beta * count)
 
 
 @triton.jit
-def towards(g, v, count, f0, delta, log_beta2, FIRST: tl.constexpr, DAMPED: tl.constexpr):
-    """∇L / (f + δ)."""
-    start = remaining(log_beta2, count)
-    f = v + f0 * start.to(tl.float32)
-    if FIRST:
-        f = tl.where(count > 0, v * (1 / (1 - start)).to(tl.float32), g * g)
+def counted(rows, n, tensor):
+    """Adam's count of steps."""
+    return tl.load(lane(rows + 4 * n, tensor, 0, False)).to(tl.float64)
+
+
+@triton.jit
+def towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr):
+    """∇L / (f + δ), with f as in `adam_average`; before Adam's first step it is f₀."""
+    f = v
+    if ADAM:
+        count = counted(rows, n, tensor)
+        start = remaining(log_beta2, count)
+        f = v + f0 * start.to(tl.float32)
+        if FIRST:
+            f = tl.where(count > 0, v * (1 / (1 - start)).to(tl.float32), g * g)
     if DAMPED:
         return g / (f + delta)
     return tl.where(f == 0, 0.0, g / f)
@@ -64,17 +72,16 @@ def finite(x):
 
 @triton.jit
 def reach_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, sums,
-    FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    blocks, sizes, n, rows, f0, delta, log_beta2, rho, sums,
+    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums over a block."""
+    """Σu², Σgx and Σg² over a block, with x = ∇L / (f + δ) and u = ρx."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
     g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
     v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
-    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
-    x = towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED)
+    x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
     at = sums + 3 * tl.program_id(0)
-    tl.store(at, tl.sum(x * x))
+    tl.store(at, rho * rho * tl.sum(x * x))
     tl.store(at + 1, tl.sum(g * x))
     tl.store(at + 2, tl.sum(g * g))
 
@@ -82,7 +89,7 @@ def reach_kernel(
 @triton.jit
 def displace_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, step,
-    FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of weights, moved."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
@@ -90,83 +97,149 @@ def displace_kernel(
     p = tl.load(at, mask=there, other=0.0)
     g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
     v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
-    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
-    tl.store(at, p + finite(tl.load(step) * towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED)), mask=there)
+    x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
+    tl.store(at, p + finite(tl.load(step) * x), mask=there)
 
 
 @triton.jit
 def finish_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, ahead, step, factor, lr, sums,
-    log_beta1, less1, less2, beta2, eps, decay,
-    FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    blocks, sizes, n, rows, f0, delta, log_beta2, step, ahead, factor, lr, sums,
+    log_beta1, beta1, less1, beta2, less2, eps, decay,
+    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
-    """A block, moved back and updated; `less1` and `less2` are 1 − β."""
+    """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
+
+    `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T; where it is to be KEPT, the new one is
+    put in the row behind them. SGD's momentum is `beta1`, its β is `less2`; `less` is 1 − β.
+    """
     tensor, inside, there = place(blocks, sizes, BLOCK)
     at_p = lane(rows, tensor, inside, ALIGNED)
     at_m = lane(rows + 2 * n, tensor, inside, ALIGNED)
     at_v = lane(rows + 3 * n, tensor, inside, ALIGNED)
-    p = tl.load(at_p, mask=there, other=0.0)
+    w = tl.load(at_p, mask=there, other=0.0)
     g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
-    g_there = tl.load(lane(ahead, tensor, inside, ALIGNED), mask=there, other=0.0)
-    m = tl.load(at_m, mask=there, other=0.0)
     v = tl.load(at_v, mask=there, other=1.0)
-    count = tl.load(lane(rows + 4 * n, tensor, 0, ALIGNED)).to(tl.float64)
-    rate = tl.load(lr)
-    w = p - finite(tl.load(step) * towards(g, v, count, f0, delta, log_beta2, FIRST, DAMPED))
-    penalty = tl.load(factor) * (g_there - g)
+    penalty = tl.load(lane(ahead, tensor, inside, ALIGNED), mask=there, other=0.0)
+    if not AGAIN:
+        w -= finite(tl.load(step) * towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED))
+        penalty -= g
+    penalty *= tl.load(factor)
+    if KEPT:
+        tl.store(lane(ahead + n, tensor, inside, ALIGNED), penalty, mask=there)
     total = g + penalty
     at = sums + 2 * tl.program_id(0)
     tl.store(at, tl.sum(penalty * penalty))
     tl.store(at + 1, tl.sum(total * total))
-    first = m + less1 * (total - m)
+    rate = tl.load(lr)
     second = beta2 * v + less2 * g * g
-    upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
-    lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
-    moved = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
-    tl.store(at_p, moved, mask=there)
-    tl.store(at_m, first, mask=there)
+    if ADAM:
+        count = counted(rows, n, tensor)
+        m = tl.load(at_m, mask=there, other=0.0)
+        first = m + less1 * (total - m)
+        upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
+        lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
+        w = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
+        tl.store(at_m, first, mask=there)
+    else:
+        total += decay * w
+        if MOMENTUM:
+            first = beta1 * tl.load(at_m, mask=there, other=0.0) + total
+            tl.store(at_m, first, mask=there)
+            total = total + beta1 * first if NESTEROV else first
+        w -= rate * total
+    tl.store(at_p, w, mask=there)
     tl.store(at_v, second, mask=there)
 
 
-class Launched(Part):
-    """A slice whose tensors lie in a row each, of floats, on one device."""
+class Launched:
+    """Tensors that lie in a row each, of floats, on one device, and the kernels on them.
 
-    def __init__(self, part: Part) -> None:
-        vars(self).update(vars(part))
-        self.device = self.params[0].device
-        self._rows = Rows(self.params, self.g, self.exp_avg, self.v, self.counts)
-        self._blocks = blocks_of(tuple(p.numel() for p in self.params), self.device)
+    Args:
+        params: The weights.
+        g: Their gradients.
+        momenta: Adam's or SGD's; None without momentum.
+        averages: f, or Adam's second moments.
+        counts: Adam's steps so far, where it is Adam.
+        state: For each of the weights, what of all that is the optimiser's state, to be kept behind the step.
+        rho, delta: ρ and δ.
+        f0: Of Adam alone: a number, or None for the first gradient. An f that is given holds it already.
+        betas: Of the momenta and the averages: what is left of them.
+        options: Of the update: lr, decay, eps, nesterov.
+    """
 
-    def _launch(self, kernel: Any, *arguments: Any, aligned: bool = True) -> None:
+    def __init__(
+        self,
+        params: Tensors,
+        g: Tensors,
+        momenta: Tensors | None,
+        averages: Tensors,
+        counts: Tensors = (),
+        *,
+        state: list[dict[str, Tensor]],
+        rho: float,
+        delta: float,
+        f0: float | None = None,
+        betas: tuple[float, float],
+        **options: Any,
+    ) -> None:
+        self.params, self.state, self._counts = params, state, counts
+        self._device = params[0].device
+        self._rows = Rows(params, g, momenta or params, averages, *([counts] if counts else []))
+        self._blocks = blocks_of(tuple(p.numel() for p in params), BLOCK, self._device)
+        self._rho, self._betas, self._options = rho, betas, options
+        self._has_momentum = momenta is not None
+        self._numbers = (0.0 if f0 is None else f0, delta, _log(betas[1]))
+        self._kind = {"ADAM": bool(counts), "FIRST": f0 is None, "DAMPED": delta > 0, "BLOCK": BLOCK}
+
+    def _launch(self, kernel: Any, *arguments: Any, aligned: bool = True, **kind: bool) -> None:
         """One program for each block."""
-        f0, delta, *_ = self.by
-        first = isinstance(f0, str)
-        options = {"FIRST": first, "DAMPED": delta > 0, "ALIGNED": aligned and self._rows.aligned, "BLOCK": BLOCK}
-        start = (*self._blocks, self._rows.addresses, 0.0 if first else f0, delta, _log(self.by.beta2))
-        kernel[(len(self._blocks[0]),)](*start, *arguments, **options)
+        given = (*self._blocks, self._rows.addresses, *self._numbers, *arguments)
+        kernel[(len(self._blocks[0]),)](*given, ALIGNED=aligned and self._rows.aligned, **self._kind, **kind)
 
     def _sums(self, count: int) -> Tensor:
         """Room for so many of every block."""
-        return torch.empty(len(self._blocks[0]), count, device=self.device)
+        return torch.empty(len(self._blocks[0]), count, device=self._device)
 
     def reach(self) -> Tensor:
+        """Sums of u², of (∇L)²/(f + δ) and of (∇L)²."""
         sums = self._sums(3)
-        self._launch(reach_kernel, sums)
-        x, ratio, size = sums.sum(0)
-        return torch.stack([x * self.rho * self.rho, ratio, size])
+        self._launch(reach_kernel, self._rho, sums)
+        return sums.sum(0)
 
     def displace_(self, scale: Tensor) -> None:
-        self._launch(displace_kernel, scale * self.rho)
+        """Add u times the scale to the weights; where that is no number, nothing."""
+        self._launch(displace_kernel, scale * self._rho)
 
-    def finish_(self, ahead: Tensors, scale: Tensor, factor: Tensor) -> Tensor:
-        by, sums = self.by, self._sums(2)
+    def finish_(self, ahead: Tensors, scale: Tensor, factor: Tensor, *, again: bool, kept: Tensors | None) -> Tensor:
+        """Undo the displacement and make the update with ∇L + ρ∇T.
+
+        Args:
+            ahead: Gradients at the displaced weights; or `again` ρ∇T, with no displacement to undo.
+            scale: Of the displacement.
+            factor: From the difference of the gradients, or from that ρ∇T, to ρ∇T.
+            again: As above.
+            kept: Where to put ρ∇T, if anywhere.
+
+        Returns:
+            Sums of (ρ∇T)² and of (∇L + ρ∇T)².
+        """
+        own, sums = self._options, self._sums(2)
         there = [t.contiguous() for t in ahead]  # kept until the kernel is on its way
-        rows = Rows(there)
-        rate = self.lr.to(sums) if isinstance(self.lr, Tensor) else torch.full((), self.lr, device=self.device)
-        numbers = (_log(by.beta1), 1 - by.beta1, 1 - by.beta2, by.beta2, by.eps, by.decay)
-        tensors = (rows.addresses, scale * self.rho, factor, rate, sums)
-        self._launch(finish_kernel, *tensors, *numbers, aligned=rows.aligned)
+        rows = Rows(there, *([kept] if kept is not None else []))
+        lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
+        first, second = self._betas
+        numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
+        tensors = (scale * self._rho, rows.addresses, factor, lr, sums)
+        kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
+        kind |= {"AGAIN": again, "KEPT": kept is not None}
+        self._launch(finish_kernel, *tensors, *numbers, aligned=rows.aligned, **kind)
         return sums.sum(0)
+
+    def count_(self) -> None:
+        """One step more."""
+        if self._counts:
+            torch._foreach_add_(self._counts, 1)
 
 
 class Rows:
@@ -181,9 +254,9 @@ class Rows:
 
 
 @cache
-def blocks_of(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, int]:
+def blocks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     """Which tensor each block belongs to and which of its blocks it is; the sizes; how many there are."""
-    found = [(tensor, i) for tensor, size in enumerate(sizes) for i in range(triton.cdiv(size, BLOCK))]
+    found = [(tensor, i) for tensor, size in enumerate(sizes) for i in range(triton.cdiv(size, block))]
     return torch.tensor(found, dtype=torch.int32, device=device), torch.tensor(sizes, device=device), len(sizes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,16 +11,19 @@ from typing_extensions import Unpack
 
 from gtracer import checks
 from gtracer.curvature import update_average_
+from gtracer.optim.fused import FusedTracer, launchable
 from gtracer.optim.options import Options
-from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.trial import Slice
 from gtracer.penalty import BETA, DELTA, RHO
 from gtracer.tensors import Tensors
 
+if TYPE_CHECKING:
+    from gtracer.optim.launches import Launched
+
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class Tracer(TracerOptimizer):
+class Tracer(FusedTracer):
     """TRACER for any torch optimiser: it is fed ∇[L + ρT] instead of ∇L.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -53,6 +56,9 @@ class Tracer(TracerOptimizer):
         return [self.state[p]["f"] for p in params]
 
     def _learn(self, slices: list[Slice]) -> None:
+        if self._kernels is not None:
+            super()._learn(slices)
+            return
         for part in slices:
             f = self._average(part)
             self._run(update_average_)(f, part.measured, part.knobs["beta"])
@@ -110,3 +116,28 @@ class SGDTracer(Tracer):
             fused=fused,
         )
         super().__init__(base, rho=rho, beta=beta, delta=delta, **options)
+
+    def _launched(self, part: Slice) -> Launched | None:
+        group, knobs, params = part.group, part.knobs, part.params
+        momentum = group["momentum"]
+        if group["maximize"] or (momentum and group["dampening"]):
+            return None
+        f = self._average(part)
+        state = [{"f": average} for average in f]
+        momenta = [self._momentum_of(p) for p in params] if momentum else None
+        if not launchable(params, part.gradients, f, momenta or ()):
+            return None
+        from gtracer.optim.launches import Launched
+
+        for known, buffer in zip(state, momenta or (), strict=bool(momenta)):
+            known["momentum_buffer"] = buffer
+        own = {"lr": group["lr"], "decay": group["weight_decay"], "nesterov": group["nesterov"]}
+        betas = (momentum, 1 - knobs["beta"])
+        return Launched(
+            params, part.gradients, momenta, f, state=state, rho=knobs["rho"], delta=knobs["delta"], betas=betas, **own
+        )
+
+    def _momentum_of(self, p: Tensor) -> Tensor:
+        """SGD's; with nothing behind it, its first one is the gradient alone."""
+        found: Tensor | None = self.state.get(p, {}).get("momentum_buffer")
+        return torch.zeros_like(p) if found is None else found

@@ -1,0 +1,187 @@
+"""A step in two kernels (`compiled=True, lean=True, nonfinite="ignore"` on a GPU) against the step in many, in float64.
+
+Where there is no GPU, Triton's interpreter runs them.
+"""
+
+import pytest
+import torch
+from problems import relative_error
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gtracer import AdamTracer, AdamWTracer, Clip, RhoScheduler, SGDTracer, linear_warmup
+from gtracer.optim import fused
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore")  # numpy's, in the interpreter
+from gtracer.optim import launches  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FUSED = {"compiled": True, "lean": True, "nonfinite": "ignore"}
+MOMENTUM = {"cls": SGDTracer, "momentum": 0.9}
+
+
+@pytest.fixture(autouse=True)
+def finished(monkeypatch):
+    """How often a step was finished so, and nothing is compiled."""
+    calls, finish = [], fused.TwoKernels._finished
+    monkeypatch.setattr(
+        fused.TwoKernels, "_finished", lambda self, *a, **k: calls.append(k["again"]) or finish(self, *a, **k)
+    )
+    monkeypatch.setattr("gtracer.optim.penalised.compiled", lambda function: function)
+    monkeypatch.setattr(launches, "BLOCK", 32)  # the first layer is two blocks
+    if DEVICE == "cpu":
+        for module in ("adam", "tracer"):
+            monkeypatch.setattr(f"gtracer.optim.{module}.launchable", readable)
+    return calls
+
+
+def readable(*lists):
+    return all(t.dtype == torch.float32 and t.is_contiguous() for part in lists for t in part)
+
+
+def trained(cls=AdamWTracer, steps=6, dtype=torch.float64, scheduled=False, groups=False, words=None, **own):
+    """Weights, statistics and state behind some steps, and what each step says of itself."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(steps, 16, 5), torch.randint(3, (steps, 16))
+    x[..., 0] = 0  # weights that never have a gradient
+    model, x, y = model.to(DEVICE, dtype), x.to(DEVICE, dtype), y.to(DEVICE)
+    model[0].bias.requires_grad_(False)  # before batch norm it has no gradient but rounding
+    params = [p for p in model.parameters() if p.requires_grad]
+    if groups:
+        params = [{"params": params[:2]}, {"params": params[2:], "rho": 0.1, "weight_decay": 0.1}]
+    rate = torch.tensor(0.01, dtype=dtype, device=DEVICE) if scheduled else 0.01
+    options = {"rho": 0.02, "delta": 0.05} | ({} if cls is SGDTracer else {"capturable": True})
+    opt = cls(params, rate, model=model, **(options | own))
+    schedules = [torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=6), RhoScheduler(opt, linear_warmup(6))]
+    stats = []
+    for i in range(steps):
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[i], y[i], **(words or {}))
+        stats.append(list(opt.stats.as_dict().values()))
+        for schedule in schedules if scheduled else ():
+            schedule.step()
+    state = [opt.state[p][name] for p in opt.state for name in sorted(opt.state[p])]
+    return [t.double().cpu() for t in [*model.state_dict().values(), *state]], torch.tensor(stats)
+
+
+CASES = {
+    "as it is": {},
+    "schedules": {"scheduled": True},
+    "two groups": {"groups": True},
+    "a number f₀": {"f0": 0.5},
+    "no damping": {"delta": 0.0, "f0": 0.5},
+    "every third step": {"interval": 3},
+    "every third step, reused": {"interval": 3, "reuse": 0.5},
+    "no penalty at first": {"rho": 0.0},
+}
+ADAM = {"Adam": {"cls": AdamTracer}, "no memory": {"betas": (0.0, 0.5)}}
+SGD = {
+    "no momentum": {"cls": SGDTracer},
+    "weight decay": {**MOMENTUM, "weight_decay": 0.1},
+    "Nesterov": {**MOMENTUM, "nesterov": True, "weight_decay": 0.1},
+    "dampening of no momentum": {"cls": SGDTracer, "dampening": 0.5},
+    "β": {**MOMENTUM, "beta": 0.6},
+}
+EVERY = CASES | ADAM | {f"SGD, {name}": {**MOMENTUM, **own} for name, own in CASES.items()} | SGD
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_same_step(name, finished):
+    found, stats = trained(**EVERY[name], dtype=torch.float32, **FUSED)
+    due = [i % EVERY[name].get("interval", 1) == 0 and EVERY[name].get("rho") != 0 for i in range(6)]
+    assert finished == [not d for d in due]
+    expected, expected_stats = trained(**EVERY[name])
+    assert relative_error(found, expected) < 2e-5
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(stats, expected_stats, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"clip": Clip(norm=1.0)},
+        {"scale_free": True},
+        {"words": {"penalty": "each"}, "steps": 1},
+        {"cls": AdamTracer, "weight_decay": 0.1},
+        {"maximize": True},
+        {"nonfinite": "skip"},
+        {"lean": False},
+        {"dtype": torch.float64},
+        {**MOMENTUM, "dampening": 0.1},
+        {**MOMENTUM, "maximize": True},
+        {**MOMENTUM, "share": 0.5},
+        {**MOMENTUM, "reuse": "previous", "lean": False},
+    ],
+    ids=str,
+)
+def test_other_steps_are_made_as_ever(own, finished):
+    found, _ = trained(**{"dtype": torch.float32} | FUSED | own)
+    assert not finished
+    assert relative_error(found, trained(**own)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+@pytest.mark.parametrize("failing", [2, 4])
+def test_a_second_pass_that_fails_is_undone(finished, failing, cls):
+    """In the first step and later."""
+    model = nn.Linear(5, 3, device=DEVICE)
+    opt = cls(model.parameters(), 0.01, rho=0.02, delta=0.05, **FUSED)
+    x, calls = torch.randn(4, 5, device=DEVICE), []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == failing:
+            raise KeyError
+        return model(x).square().mean()
+
+    if failing == 4:
+        opt.step(closure)
+    before = model.weight.detach().clone()
+    with pytest.raises(KeyError):
+        opt.step(closure)
+    torch.testing.assert_close(model.weight.detach(), before, rtol=1e-6, atol=1e-7)
+    assert bool(opt.state) == (failing == 4)
+    opt.step(closure)
+    assert len(finished) == failing // 2
+    assert not torch.allclose(model.weight, before, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+def test_what_is_no_number_displaces_nothing(finished, cls):
+    model = nn.Linear(5, 3, device=DEVICE)
+    opt = cls(model.parameters(), 0.01, **FUSED)
+    seen = []
+
+    def closure(x):
+        seen.append(torch.isfinite(model.weight).all().item())
+        return model(x).square().mean()
+
+    opt.step(closure, torch.ones(2, 5, device=DEVICE))
+    opt.step(closure, torch.full((2, 5), torch.inf, device=DEVICE))
+    assert all(seen)
+    assert len(finished) == 2
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+def test_tensors_at_odd_addresses_and_gradients_that_lie_otherwise(finished, cls):
+    def found(odd):
+        torch.manual_seed(0)
+        start = torch.randn(6, 7, device=DEVICE)
+        memory = torch.zeros(43, device=DEVICE)
+        w = nn.Parameter(memory[1:].view(6, 7) if odd else memory[:42].view(6, 7))
+        w.data.copy_(start)
+        opt = cls([w], 0.01, rho=0.02, delta=0.05, **FUSED)
+        for _ in range(3):
+            opt.step(lambda: (w.T.contiguous().T if odd else w).pow(4).sum())
+        return w.detach().clone()
+
+    torch.testing.assert_close(found(odd=True), found(odd=False))
+    assert len(finished) == 6
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="of tensors on a CPU")
+def test_on_a_cpu_nothing_is_launched():
+    w = torch.zeros(3)
+    assert not fused.launchable([w], [w])
