@@ -47,11 +47,11 @@ def test_loss_gradients_and_statistics_are_torchs(n, depth, size):
     losses = [cross_entropy(f(inputs), y) for f, inputs in ((fused, x), (theirs, x), (exact, x.double()))]
     for loss in losses:
         loss.backward()
-    # TF32 on a GPU, for both.
-    tolerance = 2e-5 if DEVICE == "cpu" else 0.08
+    tolerance = 2e-5 if DEVICE == "cpu" else 0.05  # TF32 on a GPU, for both
     assert losses[0].item() == pytest.approx(losses[2].item(), rel=tolerance)
-    for (name, p), q in zip(ours.named_parameters(), exact.parameters(), strict=True):
-        assert (p.grad - q.grad).norm() <= tolerance * q.grad.norm() + 1e-7, name
+    for (name, p), t, q in zip(ours.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
+        torchs = (t.grad - q.grad).norm()
+        assert (p.grad - q.grad).norm() <= max(tolerance * q.grad.norm() + 1e-7, 2 * torchs), name
         assert p.grad.stride() == p.stride()
     for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(

@@ -65,17 +65,25 @@ class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        once: dict[int, tuple[Tensor, tuple[dict[str, Any], str]]] = {}  # shared ones are one
-        ahead = [model] if model is not None else []
-        while ahead:  # model.modules() takes ten times as long, twice a step
-            module = ahead.pop()
-            for name, b in module._buffers.items():
-                if b is not None:
-                    once[id(b)] = (b, (module._buffers, name))
-            ahead += [child for child in module._modules.values() if child is not None]
-        self.buffers = [b for b, _ in once.values()]
+        self._model = model
+        self.buffers: list[Tensor] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self.saved: Tensors = []
+        self._pairs: list[tuple[Tensors, Tensors]] = []
+        self.save()
+
+    @torch.no_grad()
+    def save(self) -> None:
+        """Copy them; into the same memory as before, if they are the same."""
+        once = _buffers_in(self._model)
         self._places = [place for _, place in once.values()]
-        self.saved = tensors.clone(self.buffers)
+        if list(map(id, self.buffers)) != list(once):
+            self.buffers = [b for b, _ in once.values()]
+            self.saved = tensors.clone(self.buffers)
+            self._pairs = tensors.paired(self.saved, self.buffers)
+            return
+        for saved, now in self._pairs:
+            torch._foreach_copy_(saved, now)
 
     def now(self) -> Tensors:
         """What the model has in their places: a forward pass may change a buffer or put another in its place."""
@@ -87,17 +95,49 @@ class Buffers:
         for (where, name), buffer in zip(self._places, self.buffers, strict=True):
             if where.get(name) is not buffer:
                 where[name] = buffer
-        tensors.copy_(self.buffers, self.saved)
+        for saved, now in self._pairs:
+            torch._foreach_copy_(now, saved)
+
+
+def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:
+    """By their ids, each with where it is; shared ones once."""
+    found = {}
+    ahead = [model] if model is not None else []
+    while ahead:  # model.modules() takes ten times as long, twice a step
+        module = ahead.pop()
+        for name, b in module._buffers.items():
+            if b is not None:
+                found[id(b)] = (b, (module._buffers, name))
+        ahead += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+class Copies:
+    """Copies of a model's buffers that use the same memory from step to step."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[nn.Module, Buffers]] = {}
+
+    def of(self, model: nn.Module | None, name: str) -> Buffers:
+        """One that goes by this name, made now."""
+        if model is None or is_capturing():  # a graph would go on writing into memory that may be somebody else's
+            return Buffers(model)
+        owner, known = self._known.get(name, (None, None))
+        if known is None or owner is not model:
+            known = Buffers(model)
+            self._known[name] = (model, known)
+        else:
+            known.save()
+        return known
 
 
 @contextmanager
-def frozen_statistics(model: nn.Module | None) -> Iterator[None]:
-    """Leave the model's buffers as they were: batch-norm statistics see one pass, not two.
+def frozen_statistics(buffers: Buffers) -> Iterator[None]:
+    """Leave a model's buffers as they were copied: batch-norm statistics see one pass, not two.
 
     Copying covers every kind of statistic (momentum, cumulative average, counters, spectral norm's
     vectors), where switching the momentum of batch norm off would cover one.
     """
-    buffers = Buffers(model)
     try:
         yield
     finally:
@@ -163,7 +203,8 @@ class RandomState:
 
 def is_capturing() -> bool:
     """Whether the work is being captured as a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return started and torch.cuda.is_current_stream_capturing()
 
 
 def _generator(device: torch.device) -> Any:

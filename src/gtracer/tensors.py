@@ -88,11 +88,18 @@ def clone(xs: Tensors) -> Tensors:
 
 def copy_(targets: Tensors, sources: Tensors) -> None:
     """Overwrite the targets, bit for bit."""
-    alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # lists of one kind go through one kernel
+    for some, others in paired(targets, sources):
+        torch._foreach_copy_(some, others)
+
+
+def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
+    """The same in lists of one kind each, which go through one kernel."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(local(targets), local(sources), strict=True):
-        alike.setdefault((target.dtype, target.device), []).append((target, source))
-    for pairs in alike.values():
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+        some, others = alike.setdefault((target.dtype, target.device), ([], []))
+        some.append(target)
+        others.append(source)
+    return list(alike.values())
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -159,7 +159,8 @@ class AdamTracer(FusedTracer):
         group, knobs = part.group, part.knobs
         if group["maximize"] or (group["weight_decay"] and not self._decoupled):
             return None
-        state = [self.state.get(p) or adam_state(p, capturable=True) for p in part.params]
+        new = {p: adam_state(p, capturable=True) for p in part.params if not self.trained(p)}
+        state = [new.get(p) or self.state[p] for p in part.params]
         exp_avg, v, counts = ([known[name] for known in state] for name in ("exp_avg", "exp_avg_sq", "step"))
         if not launchable(part.params, part.gradients, exp_avg, v, counts):
             return None
@@ -168,7 +169,7 @@ class AdamTracer(FusedTracer):
         f0 = None if isinstance(knobs["f0"], str) else knobs["f0"]
         own = {"betas": group["betas"], "lr": group["lr"], "eps": group["eps"], "decay": group["weight_decay"]}
         lists = (part.params, part.gradients, exp_avg, v, counts)
-        return Launched(*lists, state=state, rho=knobs["rho"], delta=knobs["delta"], f0=f0, **own)
+        return Launched(*lists, state=new, rho=knobs["rho"], delta=knobs["delta"], f0=f0, **own)
 
     def _apply(self, trial: Trial) -> None:
         if self._kernels is not None:

@@ -57,7 +57,7 @@ class FusedTracer(TracerOptimizer):
         if len(launched) < len(parts):
             return super()._plan_of_squares(slices, due)
         self._kernels = TwoKernels(launched, self.radius)
-        return Plan(self._kernels.passes() if due else None, self._kernels.ratio)
+        return Plan(self._kernels.passes() if due else None)
 
     def _conclude(self, trial: Trial) -> None:
         if self._kernels is None:
@@ -73,19 +73,19 @@ class FusedTracer(TracerOptimizer):
         if self._kernels is None:
             super()._apply(trial)
             return
-        change, total = self._finish(self._kernels, trial.params)
-        self.stats = Stats(trial.loss, trial.trace_ratio, self._kernels.size, change, total)
+        sums = self._finish(self._kernels, trial.params)
+        self.stats = Stats.of_squares(trial.loss, self._kernels.reached, sums)
 
-    def _finish(self, kernels: TwoKernels, params: Tensors) -> tuple[Tensor | None, Tensor | None]:
-        """Make the update with this step's ρ∇T, an old one, or none; gives ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""
+    def _finish(self, kernels: TwoKernels, params: Tensors) -> Tensor | None:
+        """Make the update with this step's ρ∇T, an old one, or none; gives ‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""
         if kernels.ahead:
-            return kernels.finish(self._kept(params) if self.reuse is not None else None)
+            return kernels.finish(kernels.ahead, kept=self._kept(params) if self.reuse is not None else None)
         strong = any(group[self.rho_key] > 0 for group in self.param_groups)
         if self.reuse is not None and strong and all(LAST in self.state.get(p, {}) for p in params):
             passed = self.param_groups[0][STEP] % self.interval
-            return kernels.finish_again([self.state[p][LAST] for p in params], float(self.reuse) ** passed)
-        kernels.finish_again(params, 0.0)
-        return None, None
+            return kernels.finish([self.state[p][LAST] for p in params], again=float(self.reuse) ** passed)
+        kernels.finish(params, again=0.0)
+        return None
 
     def _kept(self, params: Tensors) -> Tensors:
         for p in params:
@@ -99,7 +99,7 @@ class FusedTracer(TracerOptimizer):
             return
         for part in self._kernels.parts:
             part.count_()
-            for p, state in zip(part.params, part.state, strict=True):
+            for p, state in part.state.items():
                 self.state[p].update(state)
 
 
@@ -119,12 +119,8 @@ class TwoKernels:
     """A step under way, from the first gradient to the update."""
 
     def __init__(self, parts: list[Launched], radius: float) -> None:
-        self.parts = parts
-        squared_length, self.ratio, squared_size = torch.stack([part.reach() for part in parts]).sum(0)
-        length = squared_length.sqrt()
-        self.size = squared_size.sqrt()
-        self._scale = torch.where(length > 0, radius / length, 0.0)
-        self._factor = 2 * length / radius
+        self.parts, self._radius = parts, radius
+        self.reached = _sum([part.reach() for part in parts])  # ‖u‖², T and ‖∇L‖²
         self.ahead: Tensors = ()  # gradients at the displaced weights
 
     def passes(self) -> Passes:
@@ -134,33 +130,33 @@ class TwoKernels:
 
     @contextmanager
     def _displaced(self) -> Iterator[None]:
-        self._displace(self._scale)
+        self._displace(self._radius)
         try:
             yield
         except BaseException:
-            self._displace(-self._scale)
+            self._displace(-self._radius)
             raise
 
-    def _displace(self, scale: Tensor) -> None:
+    def _displace(self, radius: float) -> None:
         for part in self.parts:
-            part.displace_(scale)
+            part.displace_(self.reached, radius)
 
-    def finish(self, kept: Tensors | None) -> tuple[Tensor, Tensor]:
-        """Make the update, with ρ∇T `kept` where that is asked for; gives ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""
-        return self._finished(self.ahead, self._factor, again=False, kept=kept)
+    def finish(self, ahead: Tensors, *, again: float | None = None, kept: Tensors | None = None) -> Tensor:
+        """Make the update; gives ‖ρ∇T‖² and ‖∇L + ρ∇T‖².
 
-    def finish_again(self, penalties: Tensors, factor: float) -> tuple[Tensor, Tensor]:
-        """Make the update with the given ρ∇T times the factor."""
-        return self._finished(penalties, torch.full_like(self._factor, factor), again=True)
-
-    def _finished(
-        self, ahead: Tensors, factor: Tensor, *, again: bool, kept: Tensors | None = None
-    ) -> tuple[Tensor, Tensor]:
+        Args:
+            ahead: The gradients at the displaced weights; or an old ρ∇T.
+            again: In that case the factor to multiply it by.
+            kept: Where to keep the new one.
+        """
         sums, start = [], 0
         for part in self.parts:
             own = slice(start, start + len(part.params))
             place = kept[own] if kept is not None else None
-            sums.append(part.finish_(ahead[own], self._scale, factor, again=again, kept=place))
+            sums.append(part.finish_(self.reached, self._radius, ahead[own], again, place))
             start = own.stop
-        change, total = torch.stack(sums).sum(0).sqrt()
-        return change, total
+        return _sum(sums)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(0)

@@ -71,6 +71,13 @@ def finite(x):
 
 
 @triton.jit
+def scale(reached, radius):
+    """What gives the direction the length `radius`; 0/0 would turn a vanished gradient into NaN."""
+    length = tl.sqrt(tl.load(reached))
+    return tl.where(length > 0, radius / length, 0.0)
+
+
+@triton.jit
 def reach_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, rho, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -88,30 +95,31 @@ def reach_kernel(
 
 @triton.jit
 def displace_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, step,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of weights, moved."""
+    """A block of weights, moved along ρx, all of which is to have the length `radius`."""
     tensor, inside, there = place(blocks, sizes, BLOCK)
     at = lane(rows, tensor, inside, ALIGNED)
     p = tl.load(at, mask=there, other=0.0)
     g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
     v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
     x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-    tl.store(at, p + finite(tl.load(step) * x), mask=there)
+    tl.store(at, p + finite(scale(reached, radius) * rho * x), mask=there)
 
 
 @triton.jit
 def finish_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, step, ahead, factor, lr, sums,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, lr, sums,
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
-    `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T; where it is to be KEPT, the new one is
-    put in the row behind them. SGD's momentum is `beta1`, its β is `less2`; `less` is 1 − β.
+    `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
+    is to be KEPT, the new one is put in the row behind them. SGD's momentum is `beta1`, its β is `less2`, and `less`
+    is 1 − β.
     """
     tensor, inside, there = place(blocks, sizes, BLOCK)
     at_p = lane(rows, tensor, inside, ALIGNED)
@@ -121,10 +129,12 @@ def finish_kernel(
     g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
     v = tl.load(at_v, mask=there, other=1.0)
     penalty = tl.load(lane(ahead, tensor, inside, ALIGNED), mask=there, other=0.0)
-    if not AGAIN:
-        w -= finite(tl.load(step) * towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED))
-        penalty -= g
-    penalty *= tl.load(factor)
+    if AGAIN:
+        penalty *= factor
+    else:
+        x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
+        w -= finite(scale(reached, radius) * rho * x)
+        penalty = 2 * tl.sqrt(tl.load(reached)) / radius * (penalty - g)
     if KEPT:
         tl.store(lane(ahead + n, tensor, inside, ALIGNED), penalty, mask=there)
     total = g + penalty
@@ -161,7 +171,7 @@ class Launched:
         momenta: Adam's or SGD's; None without momentum.
         averages: f, or Adam's second moments.
         counts: Adam's steps so far, where it is Adam.
-        state: For each of the weights, what of all that is the optimiser's state, to be kept behind the step.
+        state: What of all that is new in the optimiser's state, to be kept behind the step.
         rho, delta: ρ and δ.
         f0: Of Adam alone: a number, or None for the first gradient. An f that is given holds it already.
         betas: Of the momenta and the averages: what is left of them.
@@ -176,7 +186,7 @@ class Launched:
         averages: Tensors,
         counts: Tensors = (),
         *,
-        state: list[dict[str, Tensor]],
+        state: dict[Tensor, dict[str, Tensor]],
         rho: float,
         delta: float,
         f0: float | None = None,
@@ -207,18 +217,20 @@ class Launched:
         self._launch(reach_kernel, self._rho, sums)
         return sums.sum(0)
 
-    def displace_(self, scale: Tensor) -> None:
-        """Add u times the scale to the weights; where that is no number, nothing."""
-        self._launch(displace_kernel, scale * self._rho)
+    def displace_(self, reached: Tensor, radius: float) -> None:
+        """Move the weights along u, which, all `reached`, gets this length; where that is no number, not at all."""
+        self._launch(displace_kernel, reached, radius, self._rho)
 
-    def finish_(self, ahead: Tensors, scale: Tensor, factor: Tensor, *, again: bool, kept: Tensors | None) -> Tensor:
+    def finish_(
+        self, reached: Tensor, radius: float, ahead: Tensors, again: float | None, kept: Tensors | None
+    ) -> Tensor:
         """Undo the displacement and make the update with ∇L + ρ∇T.
 
         Args:
-            ahead: Gradients at the displaced weights; or `again` ρ∇T, with no displacement to undo.
-            scale: Of the displacement.
-            factor: From the difference of the gradients, or from that ρ∇T, to ρ∇T.
-            again: As above.
+            reached: As for the displacement.
+            radius: Likewise.
+            ahead: Gradients at the displaced weights; or ρ∇T, with no displacement to undo.
+            again: In that case the factor to multiply it by.
             kept: Where to put ρ∇T, if anywhere.
 
         Returns:
@@ -230,10 +242,10 @@ class Launched:
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        tensors = (scale * self._rho, rows.addresses, factor, lr, sums)
+        given = (reached, radius, self._rho, rows.addresses, 0.0 if again is None else again, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
-        kind |= {"AGAIN": again, "KEPT": kept is not None}
-        self._launch(finish_kernel, *tensors, *numbers, aligned=rows.aligned, **kind)
+        kind |= {"AGAIN": again is not None, "KEPT": kept is not None}
+        self._launch(finish_kernel, *given, *numbers, aligned=rows.aligned, **kind)
         return sums.sum(0)
 
     def count_(self) -> None:

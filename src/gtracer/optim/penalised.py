@@ -42,7 +42,7 @@ from gtracer.penalty import (
     example_difference,
     finite_difference,
 )
-from gtracer.scopes import RandomState, frozen_statistics, replayed_random
+from gtracer.scopes import Buffers, RandomState, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
 
 
@@ -136,12 +136,12 @@ class TracerOptimizer(AmortisedOptimizer):
 
     def _average(self, part: Slice) -> Tensors:
         """f of these parameters, before this step's update: from the state, or f₀."""
-        unknown = [i for i, p in enumerate(part.params) if not self.trained(p)]
-        fresh = {part.params[i]: part.measured[i].detach() for i in unknown} if unknown else {}
+        if all(map(self.trained, part.params)):
+            return self.average_of(part.group, part.params)
+        fresh = {p: F.detach() for p, F in zip(part.params, part.measured, strict=True) if not self.trained(p)}
         known = [p for p in part.params if p not in fresh]
         f = dict(zip(known, self.average_of(part.group, known), strict=True)) if known else {}
-        if fresh:
-            f |= zip(fresh, initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
+        f |= zip(fresh, initial_average(list(fresh.values()), part.knobs["f0"]), strict=True)
         return [f[p] for p in part.params]
 
     def _damped(self, part: Slice) -> tuple[Tensors, float]:
@@ -324,7 +324,7 @@ class TracerOptimizer(AmortisedOptimizer):
         if self.second_pass_due:
             rhos = [torch._foreach_mul(x, part.signed_rho) for x, part in zip(inverses, slices, strict=True)]
             weights = flat([x for part in rhos for x in part])
-            with frozen_statistics(self.model), replayed_random(self._random, self._devices()):
+            with frozen_statistics(Buffers(self.model)), replayed_random(self._random, self._devices()):
                 central = self.difference == "central"
                 trial.penalty = stack.pieces(mean_product(stack, slopes, weights, self.radius, central))
         self._conclude(trial)

@@ -33,7 +33,20 @@ class Stats:
         known = [math.nan if x is None else x.detach().reshape(()).to(size) for x in (loss, trace_ratio)]
         values = [*known, size, 0.0 if change is None else change, math.nan if total is None else total]
         missing = torch.zeros_like(size)
-        self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
+        self._keep(torch.stack([x if isinstance(x, Tensor) else missing + x for x in values]), loss)
+
+    @classmethod
+    def of_squares(cls, loss: Tensor | None, reached: Tensor, sums: Tensor | None) -> Stats:
+        """From T and ‖∇L‖² behind something else, and ‖ρ∇T‖² and ‖∇L + ρ∇T‖², in as few calls as can be."""
+        if sums is None or loss is None:
+            norms = [None, None] if sums is None else list(sums.sqrt())
+            return cls(loss, reached[1], reached[2].sqrt(), *norms)
+        made = cls.__new__(cls)
+        made._keep(torch.cat([loss.detach().reshape(1).to(reached), reached[1:], sums]), loss, squared=True)
+        return made
+
+    def _keep(self, values: Tensor, loss: Tensor | None, *, squared: bool = False) -> None:
+        self._values, self._squared = values, squared
         self._loss_told = loss is not None
         self._read: list[float] | None = None
         self._damped_share: float | None = None
@@ -42,11 +55,14 @@ class Stats:
     def on_device(self) -> Tensor:
         """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor: nothing is waited for."""
         loss, trace_ratio, size, change, _ = self._values
-        return torch.stack([loss, trace_ratio, change / size])
+        ratio = change / size
+        return torch.stack([loss, trace_ratio, ratio.sqrt() if self._squared else ratio])
 
     def _value(self, index: int) -> float:
         if self._read is None:
             self._read = self._values.tolist()
+            if self._squared:
+                self._read[2:] = map(math.sqrt, self._read[2:])
         return self._read[index]
 
     @property

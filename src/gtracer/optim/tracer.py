@@ -122,15 +122,15 @@ class SGDTracer(Tracer):
         momentum = group["momentum"]
         if group["maximize"] or (momentum and group["dampening"]):
             return None
-        f = self._average(part)
-        state = [{"f": average} for average in f]
-        momenta = [self._momentum_of(p) for p in params] if momentum else None
+        f, momenta = self._average(part), [self._momentum_of(p) for p in params] if momentum else None
         if not launchable(params, part.gradients, f, momenta or ()):
             return None
         from gtracer.optim.launches import Launched
 
-        for known, buffer in zip(state, momenta or (), strict=bool(momenta)):
-            known["momentum_buffer"] = buffer
+        state: dict[Tensor, dict[str, Tensor]] = {}
+        if not all(map(self.trained, params)):
+            buffers = [{"momentum_buffer": m} for m in momenta] if momenta else [{}] * len(params)
+            state = {p: {"f": x, **known} for p, x, known in zip(params, f, buffers, strict=True)}
         own = {"lr": group["lr"], "decay": group["weight_decay"], "nesterov": group["nesterov"]}
         betas = (momentum, 1 - knobs["beta"])
         return Launched(

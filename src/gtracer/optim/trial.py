@@ -73,7 +73,7 @@ class Trial:
     def __init__(self, slices: list[Slice], plan: Plan, loss: Any) -> None:
         # The engine may need the gradients' graph, nobody after it does.
         for part in slices:
-            part.gradients = [g.detach() for g in part.gradients]
+            part.gradients = [g.detach() if g.requires_grad else g for g in part.gradients]
         self.slices = slices
         self.params = [p for part in slices for p in part.params]
         self.gradients = [g for part in slices for g in part.gradients]

@@ -20,7 +20,7 @@ from gtracer.optim.parts import gradients_of, kept
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial, used_of
 from gtracer.penalty import NONFINITE, check_loss
-from gtracer.scopes import Buffers, RandomState, displaced, frozen_statistics, is_capturing, replayed_random
+from gtracer.scopes import Copies, RandomState, displaced, frozen_statistics, is_capturing, replayed_random
 from gtracer.tensors import Tensors
 
 STEP = "gtracer_step"  # in the groups, so that state_dict has it
@@ -83,6 +83,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.stats: Stats | None = None
         self._trial: Trial | None = None
         self._busy = False
+        self._copies = Copies()
         self._random = RandomState(self._devices())
         self._draws: bool | None = None  # whether a pass draws random numbers, once a step has shown it
 
@@ -309,7 +310,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         place = trial.displacement or nullcontext()
         if isinstance(place, list | tuple):
             place = displaced(trial.params, place)
-        with place, frozen_statistics(self.model), replayed_random(self._random, self._devices()):
+        statistics = frozen_statistics(self._copies.of(self.model, "of the first pass"))
+        with place, statistics, replayed_random(self._random, self._devices()):
             if isinstance(trial.displacement, list):
                 trial.displacement.clear()  # it is in the weights: a copy of them less while the pass is made
             yield
@@ -328,7 +330,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """On any error put back what the passes have changed: random numbers, statistics, gradients (unless `anew`)."""
         params = self._clear_gradients() if anew else self._params()
         gradients = [p.grad for p in params]
-        buffers = Buffers(self.model)
+        buffers = self._copies.of(self.model, "of the step")
         self._busy = True
         try:
             yield
