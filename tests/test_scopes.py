@@ -1,0 +1,77 @@
+"""Copies of a model's buffers: in the same memory from step to step, and still all of them."""
+
+import torch
+from torch import nn
+
+from gtracer import SGDTracer
+from gtracer.scopes import Copies, frozen_statistics
+
+
+class Counting(nn.Module):
+    """Its buffers are put in the place of others, shared, and made late."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("nothing", None)
+        self.norm.register_buffer("same", self.seen)
+
+    def forward(self, x):
+        self.seen = self.seen + 1  # another tensor every time
+        if "late" not in self._buffers:
+            self.register_buffer("late", torch.zeros(1))
+        self.late.add_(1)
+        return self.norm(x)
+
+
+def contents(model):
+    return [b.clone() for b in model.buffers()]
+
+
+def test_the_same_memory_is_used_again():
+    model, copies = nn.BatchNorm1d(3), Copies()
+    first = copies.of(model, "a")
+    memory = [b.data_ptr() for b in first.saved]
+    model(torch.randn(4, 3))
+    again = copies.of(model, "a")
+    assert [b.data_ptr() for b in again.saved] == memory
+    torch.testing.assert_close(list(again.saved), list(model.buffers()))
+    assert [b.data_ptr() for b in copies.of(model, "b").saved] != memory
+
+
+def test_what_a_pass_changes_replaces_or_adds_is_put_back():
+    model, copies = Counting(), Copies()
+    model(torch.randn(4, 3))  # the late one is there
+    for _ in range(3):
+        before = contents(model)
+        with frozen_statistics(copies.of(model, "a")):
+            model(torch.randn(4, 3))
+        torch.testing.assert_close(contents(model), before)
+        model(torch.randn(4, 3))
+        assert model.seen[0] == before[0][0] + 1
+
+
+def test_another_model_or_dtype_has_memory_of_its_own():
+    model, copies = nn.BatchNorm1d(3), Copies()
+    copies.of(model, "a")
+    model.double()
+    model(torch.randn(4, 3).double())
+    assert {b.dtype for b in copies.of(model, "a").saved} == {torch.float64, torch.int64}
+    other = nn.BatchNorm1d(2)
+    assert [b.shape for b in copies.of(other, "a").saved] == [b.shape for b in other.buffers()]
+    assert copies.of(None, "a").saved == []
+
+
+def test_a_step_after_the_model_was_moved_or_changed():
+    """Between steps a layer is added and the model cast: statistics still see one pass a step."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    opt = SGDTracer(model.parameters(), model=model)
+    x = torch.randn(8, 3)
+    opt.step(lambda: model(x).square().mean())
+    model.append(nn.BatchNorm1d(3))
+    opt.add_param_group({"params": list(model[2].parameters())})
+    for count in (2, 3):
+        opt.step(lambda: model(x).square().mean())
+        assert model[1].num_batches_tracked == count
+        assert model[2].num_batches_tracked == count - 1
