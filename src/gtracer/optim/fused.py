@@ -52,9 +52,9 @@ class FusedTracer(TracerOptimizer):
 
     def _plan_of_squares(self, slices: list[Slice], due: bool) -> Plan:
         self._kernels = None
-        parts = [self._launched(part) for part in slices] if self._fuses else [None]
+        parts = [self._launched(part) for part in slices] if self._fuses else []
         launched = [part for part in parts if part is not None]
-        if len(launched) < len(parts):
+        if not launched or len(launched) < len(parts):
             return super()._plan_of_squares(slices, due)
         self._kernels = TwoKernels(launched, self.radius)
         return Plan(self._kernels.passes() if due else None)
