@@ -25,7 +25,7 @@ class SecondDerivatives(TorchFunctionMode):
     Args:
         run: What to make of a function that is called often and differentiated no further, such as to compile it.
 
-    >>> layer = torch.nn.Conv2d(1, 1, 3)
+    >>> layer = torch.nn.Conv2d(1, 1, 3, bias=False)
     >>> with SecondDerivatives():
     ...     output = layer(torch.zeros(1, 1, 4, 4))
     >>> output.grad_fn.name(), torch.equal(output, layer(torch.zeros(1, 1, 4, 4)))

@@ -137,7 +137,7 @@ class TracerOptimizer(AmortisedOptimizer):
     def _average(self, part: Slice) -> Tensors:
         """f of these parameters, before this step's update: from the state, or f₀."""
         if all(map(self.trained, part.params)):
-            return self.average_of(part.group, part.params)
+            return list(self.average_of(part.group, part.params))
         fresh = {p: F.detach() for p, F in zip(part.params, part.measured, strict=True) if not self.trained(p)}
         known = [p for p in part.params if p not in fresh]
         f = dict(zip(known, self.average_of(part.group, known), strict=True)) if known else {}
