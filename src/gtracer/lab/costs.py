@@ -72,7 +72,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD-TRACER, lean": Row(SGD, sgd_tracer(lean=True, **fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
         "SGD-TRACER, compiled, lean": Row(SGD, sgd_tracer(**two_kernels)),
-        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely, **fused), EVERY),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely, **fused), EVERY, captured=True),
         f"SGD-TRACER, every {EVERY}th, reused, compiled, lean": Row(SGD, sgd_tracer(**rarely, **two_kernels), EVERY),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
         'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused), captured=True),
@@ -138,6 +138,8 @@ def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
 
 
 def _ours(opt: Any) -> Stepper:
+    opt.phases = opt.interval  # a graph holds all steps of an interval
+
     def step(loss_of: Loss, *batch: Tensor) -> None:
         opt.step(loss_of, *batch)
 
@@ -198,15 +200,19 @@ def steps(
     torch.backends.cudnn.benchmark = True
     compared = rows(place, twice=model in ("resnet20", "transformer"))
     built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
-    taken = seconds_of(built, rounds, place)
-    seconds = {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+
+    def seconds_each(steps: dict[str, Step]) -> dict[str, list[float]]:
+        taken = seconds_of(steps, rounds, place)
+        return {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+
+    seconds = seconds_each(built)
     by_graph = {name: captured(built[name]) for name in built if place.type == "cuda" and compared[name].captured}
-    graphs = seconds_of(by_graph, rounds, place)
+    graphs = seconds_each(by_graph)
     built.clear()
     by_graph.clear()
     bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
     own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
-    arithmetic = {name: [t / bare[name].steps for t in times] for name, times in seconds_of(own, rounds, place).items()}
+    arithmetic = seconds_each(own)
     own.clear()
     memory, copies = {}, 0
     for name, row in compared.items():
