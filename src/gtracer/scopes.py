@@ -102,13 +102,17 @@ class Buffers:
 def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:
     """By their ids, each with where it is; shared ones once."""
     found = {}
-    ahead = [model] if model is not None else []
+    ahead = [model]
     while ahead:  # model.modules() takes ten times as long, twice a step
         module = ahead.pop()
-        for name, b in module._buffers.items():
-            if b is not None:
-                found[id(b)] = (b, (module._buffers, name))
-        ahead += [child for child in module._modules.values() if child is not None]
+        if module is None:
+            continue
+        if module._buffers:
+            for name, b in module._buffers.items():
+                if b is not None:
+                    found[id(b)] = (b, (module._buffers, name))
+        if module._modules:
+            ahead.extend(module._modules.values())
     return found
 
 

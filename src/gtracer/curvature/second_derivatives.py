@@ -57,7 +57,7 @@ class SecondDerivatives(TorchFunctionMode):
             dilation: Any = 1,
             groups: int = 1,
         ) -> Tensor | None:
-            if isinstance(padding, str) or input.ndim != dimensions + 2:
+            if isinstance(padding, str) or input.ndim != dimensions + 2 or input.is_complex():
                 return None
             kind = input.device.type
             if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:

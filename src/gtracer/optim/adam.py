@@ -159,9 +159,10 @@ class AdamTracer(FusedTracer):
         group, knobs = part.group, part.knobs
         if group["maximize"] or (group["weight_decay"] and not self._decoupled):
             return None
-        new = {p: adam_state(p, capturable=True) for p in part.params if not self.trained(p)}
-        state = [new.get(p) or self.state[p] for p in part.params]
-        exp_avg, v, counts = ([known[name] for known in state] for name in ("exp_avg", "exp_avg_sq", "step"))
+        known = [self.state.get(p) for p in part.params]
+        new = {p: adam_state(p, capturable=True) for p, it in zip(part.params, known, strict=True) if not it}
+        state = [it or new[p] for p, it in zip(part.params, known, strict=True)]
+        exp_avg, v, counts = ([it[name] for it in state] for name in ("exp_avg", "exp_avg_sq", "step"))
         if not launchable(part.params, part.gradients, exp_avg, v, counts):
             return None
         from gtracer.optim.launches import Launched
