@@ -216,12 +216,12 @@ def batch_norm_curvature(
     channel = [1, -1, *[1] * (x.ndim - 2)]
     gamma, mu, r, b, c = (t.view(channel) for t in (weight, mean, scale, b, c))
     normal = (x - mu) * r
-    ma, mg, max_, mgx, mag = (_mean(t) for t in (a, g, a * normal, g * normal, a * g))
-    left = mag - ma * mg - max_ * mgx  # what of ⟨a, g⟩/n batch norm lets through
-    by_g = gamma * r * (a - ma - normal * max_) + b * normal + c
-    on_a, on_g = -gamma * r * mgx, b - gamma * r * max_
-    along = on_a * max_ + on_g * mgx + gamma * r * left
-    by_x = r * (on_a * (a - ma) + on_g * (g - mg) - normal * along)
+    m_a, m_g, m_ax, m_gx, m_ag = (_mean(t) for t in (a, g, a * normal, g * normal, a * g))
+    left = m_ag - m_a * m_g - m_ax * m_gx  # what of ⟨a, g⟩/n batch norm lets through
+    by_g = gamma * r * (a - m_a - normal * m_ax) + b * normal + c
+    on_a, on_g = -gamma * r * m_gx, b - gamma * r * m_ax
+    along = on_a * m_ax + on_g * m_gx + gamma * r * left
+    by_x = r * (on_a * (a - m_a) + on_g * (g - m_g) - normal * along)
     by_gamma = (r * left).flatten() * (x.numel() // x.shape[1])
     return by_g.to(g.dtype), by_x.to(x.dtype), by_gamma.to(weight.dtype)
 
