@@ -3,6 +3,11 @@
 Where there is no GPU, Triton's interpreter runs them.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from problems import relative_error
@@ -185,3 +190,20 @@ def test_tensors_at_odd_addresses_and_gradients_that_lie_otherwise(finished, cls
 def test_on_a_cpu_nothing_is_launched():
     w = torch.zeros(3)
     assert not fused.launchable([w], [w])
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to be run")
+def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
+    """Where tensors lie at addresses that allow it; no GPU is needed for that."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).parent / "kernels_for_a_gpu.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    # A thread has 16 numbers of each tensor: g and v; p too; ρ∇T's gradients and the momentum as well.
+    lists = {"reach": 2, "displace": 3, "finish": 5}
+    expected = [
+        f"{name} {kind} {aligned} {4 * lists[name] if aligned else 0}"
+        for name in lists
+        for kind, aligned in (("adam", True), ("sgd", True), ("adam", False))
+    ]
+    assert done.stdout.splitlines() == expected

@@ -23,18 +23,38 @@ BLOCK = 2048
 @triton.jit
 def lane(addresses, tensor, inside, ALIGNED: tl.constexpr):
     """Pointers to this block of the tensor."""
-    start = tl.load(addresses + tensor)
+    start = tl.load(addresses + tensor).to(tl.pointer_type(tl.float32))
     if ALIGNED:
         start = tl.multiple_of(start, 16)
-    return start.to(tl.pointer_type(tl.float32)) + inside
+    return start + inside
 
 
 @triton.jit
 def place(blocks, sizes, BLOCK: tl.constexpr):
-    """The tensor of this program, where in it the program works, and what of that is there."""
+    """The tensor of this program, where in it the program works, its size, and 1 if all of the block is in it."""
     tensor = tl.load(blocks + 2 * tl.program_id(0))
-    inside = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    return tensor, inside, inside < tl.load(sizes + tensor)
+    start = tl.load(blocks + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    size = tl.load(sizes + tensor)
+    return tensor, start + tl.arange(0, BLOCK), size, (start + BLOCK <= size).to(tl.int32)
+
+
+@triton.jit
+def read(addresses, tensor, inside, size, other, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """This block of the tensor."""
+    at = lane(addresses, tensor, inside, ALIGNED)
+    if FULL:
+        return tl.load(at)
+    return tl.load(at, mask=inside < size, other=other)
+
+
+@triton.jit
+def write(addresses, tensor, inside, size, value, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Likewise."""
+    at = lane(addresses, tensor, inside, ALIGNED)
+    if FULL:
+        tl.store(at, value)
+    else:
+        tl.store(at, value, mask=inside < size)
 
 
 @triton.jit
@@ -83,14 +103,16 @@ def reach_kernel(
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Σu², Σgx and Σg² over a block, with x = ∇L / (f + δ) and u = ρx."""
-    tensor, inside, there = place(blocks, sizes, BLOCK)
-    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
-    v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
-    x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-    at = sums + 3 * tl.program_id(0)
-    tl.store(at, rho * rho * tl.sum(x * x))
-    tl.store(at + 1, tl.sum(g * x))
-    tl.store(at + 2, tl.sum(g * g))
+    tensor, inside, size, full = place(blocks, sizes, BLOCK)
+    for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
+        if full == FULL:
+            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
+            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
+            x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
+            at = sums + 3 * tl.program_id(0)
+            tl.store(at, rho * rho * tl.sum(x * x))
+            tl.store(at + 1, tl.sum(g * x))
+            tl.store(at + 2, tl.sum(g * g))
 
 
 @triton.jit
@@ -99,13 +121,14 @@ def displace_kernel(
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A block of weights, moved along ρx, all of which is to have the length `radius`."""
-    tensor, inside, there = place(blocks, sizes, BLOCK)
-    at = lane(rows, tensor, inside, ALIGNED)
-    p = tl.load(at, mask=there, other=0.0)
-    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
-    v = tl.load(lane(rows + 3 * n, tensor, inside, ALIGNED), mask=there, other=1.0)
-    x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-    tl.store(at, p + finite(scale(reached, radius) * rho * x), mask=there)
+    tensor, inside, size, full = place(blocks, sizes, BLOCK)
+    for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
+        if full == FULL:
+            p = read(rows, tensor, inside, size, 0.0, ALIGNED, FULL)
+            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
+            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
+            x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
+            write(rows, tensor, inside, size, p + finite(scale(reached, radius) * rho * x), ALIGNED, FULL)
 
 
 @triton.jit
@@ -121,45 +144,44 @@ def finish_kernel(
     is to be KEPT, the new one is put in the row behind them. SGD's momentum is `beta1`, its β is `less2`, and `less`
     is 1 − β.
     """
-    tensor, inside, there = place(blocks, sizes, BLOCK)
-    at_p = lane(rows, tensor, inside, ALIGNED)
-    at_m = lane(rows + 2 * n, tensor, inside, ALIGNED)
-    at_v = lane(rows + 3 * n, tensor, inside, ALIGNED)
-    w = tl.load(at_p, mask=there, other=0.0)
-    g = tl.load(lane(rows + n, tensor, inside, ALIGNED), mask=there, other=0.0)
-    v = tl.load(at_v, mask=there, other=1.0)
-    penalty = tl.load(lane(ahead, tensor, inside, ALIGNED), mask=there, other=0.0)
-    if AGAIN:
-        penalty *= factor
-    else:
-        x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-        w -= finite(scale(reached, radius) * rho * x)
-        penalty = 2 * tl.sqrt(tl.load(reached)) / radius * (penalty - g)
-    if KEPT:
-        tl.store(lane(ahead + n, tensor, inside, ALIGNED), penalty, mask=there)
-    total = g + penalty
-    at = sums + 2 * tl.program_id(0)
-    tl.store(at, tl.sum(penalty * penalty))
-    tl.store(at + 1, tl.sum(total * total))
-    rate = tl.load(lr)
-    second = beta2 * v + less2 * g * g
-    if ADAM:
-        count = counted(rows, n, tensor)
-        m = tl.load(at_m, mask=there, other=0.0)
-        first = m + less1 * (total - m)
-        upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
-        lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
-        w = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
-        tl.store(at_m, first, mask=there)
-    else:
-        total += decay * w
-        if MOMENTUM:
-            first = beta1 * tl.load(at_m, mask=there, other=0.0) + total
-            tl.store(at_m, first, mask=there)
-            total = total + beta1 * first if NESTEROV else first
-        w -= rate * total
-    tl.store(at_p, w, mask=there)
-    tl.store(at_v, second, mask=there)
+    tensor, inside, size, full = place(blocks, sizes, BLOCK)
+    for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
+        if full == FULL:
+            w = read(rows, tensor, inside, size, 0.0, ALIGNED, FULL)
+            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
+            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
+            penalty = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
+            if AGAIN:
+                penalty *= factor
+            else:
+                x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
+                w -= finite(scale(reached, radius) * rho * x)
+                penalty = 2 * tl.sqrt(tl.load(reached)) / radius * (penalty - g)
+            if KEPT:
+                write(ahead + n, tensor, inside, size, penalty, ALIGNED, FULL)
+            total = g + penalty
+            at = sums + 2 * tl.program_id(0)
+            tl.store(at, tl.sum(penalty * penalty))
+            tl.store(at + 1, tl.sum(total * total))
+            rate = tl.load(lr)
+            second = beta2 * v + less2 * g * g
+            if ADAM:
+                count = counted(rows, n, tensor)
+                m = read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL)
+                first = m + less1 * (total - m)
+                upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
+                lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
+                w = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
+                write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
+            else:
+                total += decay * w
+                if MOMENTUM:
+                    first = beta1 * read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL) + total
+                    write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
+                    total = total + beta1 * first if NESTEROV else first
+                w -= rate * total
+            write(rows, tensor, inside, size, w, ALIGNED, FULL)
+            write(rows + 3 * n, tensor, inside, size, second, ALIGNED, FULL)
 
 
 class Launched:

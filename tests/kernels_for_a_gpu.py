@@ -1,0 +1,30 @@
+"""Compiles the kernels of a fused step for an H200, which takes no GPU, and prints their readings of four at a time."""
+
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from gtracer.optim import launches
+
+POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
+POINTERS |= dict.fromkeys(("sums", "reached", "lr"), "*fp32")
+FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
+
+
+def compiled(kernel, **kind):
+    fixed = {name: value for name, value in (FIXED | kind).items() if name in kernel.arg_names}
+    signature = {
+        name: "constexpr" if name in fixed else POINTERS.get(name, "fp32")  # numbers
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+for name in ("reach", "displace", "finish"):
+    for adam, aligned in ((True, True), (False, True), (True, False)):
+        code = compiled(getattr(launches, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
+        print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))
