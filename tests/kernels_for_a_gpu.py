@@ -2,18 +2,16 @@
 
 import re
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from gtracer.optim import launches
-
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
 POINTERS |= dict.fromkeys(("sums", "reached", "lr"), "*fp32")
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
 
 
 def compiled(kernel, **kind):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     fixed = {name: value for name, value in (FIXED | kind).items() if name in kernel.arg_names}
     signature = {
         name: "constexpr" if name in fixed else POINTERS.get(name, "fp32")  # numbers
@@ -24,7 +22,10 @@ def compiled(kernel, **kind):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-for name in ("reach", "displace", "finish"):
-    for adam, aligned in ((True, True), (False, True), (True, False)):
-        code = compiled(getattr(launches, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
-        print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))
+if __name__ == "__main__":
+    from gtracer.optim import launches
+
+    for name in ("reach", "displace", "finish"):
+        for adam, aligned in ((True, True), (False, True), (True, False)):
+            code = compiled(getattr(launches, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
+            print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))
