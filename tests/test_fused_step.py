@@ -153,6 +153,20 @@ def test_a_second_pass_that_fails_is_undone(finished, failing, cls):
     assert not torch.allclose(model.weight, before, rtol=1e-4)
 
 
+def test_momentum_that_is_switched_on_later(finished):
+    def found(dtype, **own):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(6, 7).to(DEVICE, dtype))
+        opt = SGDTracer([w], 0.01, rho=0.02, delta=0.05, **own)
+        for _ in range(5):
+            opt.step(lambda: w.pow(4).sum())
+            opt.param_groups[0]["momentum"] = 0.9
+        return w.detach().double()
+
+    torch.testing.assert_close(found(torch.float32, **FUSED), found(torch.float64), rtol=1e-4, atol=1e-5)
+    assert len(finished) == 5
+
+
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 def test_what_is_no_number_displaces_nothing(finished, cls):
     model = nn.Linear(5, 3, device=DEVICE)

@@ -58,6 +58,11 @@ def test_another_model_or_dtype_has_memory_of_its_own():
     model.double()
     model(torch.randn(4, 3).double())
     assert {b.dtype for b in copies.of(model, "a").saved} == {torch.float64, torch.int64}
+    model.running_mean.data = torch.full((3,), 0.1, dtype=torch.float32)  # the same tensor, of another kind
+    with frozen_statistics(copies.of(model, "a")):
+        model.running_mean.fill_(7)
+    assert model.running_mean.dtype == torch.float32
+    assert {b.dtype for b in copies.of(model, "a").saved} == {torch.float32, torch.float64, torch.int64}
     other = nn.BatchNorm1d(2)
     assert [b.shape for b in copies.of(other, "a").saved] == [b.shape for b in other.buffers()]
     assert copies.of(None, "a").saved == []

@@ -67,6 +67,7 @@ class Buffers:
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
         self.buffers: list[Tensor] = []
+        self._kinds: list[Any] = []
         self._places: list[tuple[dict[str, Any], str]] = []
         self.saved: Tensors = []
         self._pairs: list[tuple[Tensors, Tensors]] = []
@@ -77,13 +78,15 @@ class Buffers:
         """Copy them; into the same memory as before, if they are the same."""
         once = _buffers_in(self._model)
         self._places = [place for _, place in once.values()]
-        if list(map(id, self.buffers)) != list(once):
-            self.buffers = [b for b, _ in once.values()]
+        now = [b for b, _ in once.values()]
+        kinds = [(id(b), b.dtype, b.shape, b.device) for b in now]
+        if kinds != self._kinds:
+            self._kinds, self.buffers = kinds, now
             self.saved = tensors.clone(self.buffers)
             self._pairs = tensors.paired(self.saved, self.buffers)
             return
-        for saved, now in self._pairs:
-            torch._foreach_copy_(saved, now)
+        for saved, there in self._pairs:
+            torch._foreach_copy_(saved, there)
 
     def now(self) -> Tensors:
         """What the model has in their places: a forward pass may change a buffer or put another in its place."""

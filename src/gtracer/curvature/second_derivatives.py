@@ -1,7 +1,7 @@
 """Convolutions and batch norm whose second derivatives cost no more than they must.
 
 torch differentiates a convolution's backward through convolutions with kernels as large as the image, and batch norm's
-through some forty small operations; on a GPU that is most of an exact step. Here the first becomes the six
+through a hundred small operations; on a GPU that was half of an exact step. Here the first becomes the six
 convolutions that it is made of, each torch's own kernel, and the second five means and two sums of products.
 """
 

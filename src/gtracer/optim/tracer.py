@@ -127,10 +127,10 @@ class SGDTracer(Tracer):
             return None
         from gtracer.optim.launches import Launched
 
-        state: dict[Tensor, dict[str, Tensor]] = {}
-        if not all(map(self.trained, params)):
-            buffers = [{"momentum_buffer": m} for m in momenta] if momenta else [{}] * len(params)
-            state = {p: {"f": x, **known} for p, x, known in zip(params, f, buffers, strict=True)}
+        state = {p: {"f": x} for p, x in zip(params, f, strict=True) if not self.trained(p)}
+        for p, m in zip(params, momenta or (), strict=False):
+            if self.state.get(p, {}).get("momentum_buffer") is not m:
+                state.setdefault(p, {})["momentum_buffer"] = m
         own = {"lr": group["lr"], "decay": group["weight_decay"], "nesterov": group["nesterov"]}
         betas = (momentum, 1 - knobs["beta"])
         return Launched(
