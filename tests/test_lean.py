@@ -80,6 +80,31 @@ def test_a_second_pass_that_fails_leaves_the_weights_within_a_rounding(name):
     opt.step(closure)
 
 
+@pytest.mark.parametrize(("nonfinite", "passes_seen"), [("skip", 0), ("raise", 0), ("ignore", 1)])
+def test_statistics_after_a_second_pass_that_fails(nonfinite, passes_seen):
+    norm = nn.BatchNorm1d(3)
+    opt = SGDTracer(norm.parameters(), lr=0.1, lean=True, model=norm, nonfinite=nonfinite)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        loss = norm(torch.randn(8, 3)).square().mean()
+        if len(calls) == 2:
+            raise ValueError("in the second pass")
+        return loss
+
+    with pytest.raises(ValueError, match="in the second pass"):
+        opt.step(closure)
+    assert norm.num_batches_tracked == passes_seen
+
+
+def test_an_overflow_leaves_no_statistics_in_a_lean_step():
+    norm = nn.BatchNorm1d(3)
+    opt = SGDTracer(norm.parameters(), lr=0.1, lean=True, model=norm, nonfinite="skip")
+    opt.step(lambda: norm(torch.full((8, 3), torch.inf)).square().mean())
+    assert torch.equal(norm.running_mean, torch.zeros(3))
+
+
 @pytest.mark.parametrize(
     ("make", "plain", "copies"),
     [

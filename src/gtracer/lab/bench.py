@@ -179,7 +179,9 @@ def _finish(device: torch.device) -> None:
 
 
 def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
-    """Bytes that torch allocates in a step, at their highest, beyond what was there before it.
+    """Bytes that a step asks torch for, at their highest, beyond what was there before it.
+
+    As asked for: what the GPU's allocator rounds them up to depends on the blocks that it has lying about.
 
     Args:
         step: Makes it.
@@ -191,18 +193,19 @@ def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
     gc.collect()  # what others left would be freed, and counted, in between
     if device.type == "cuda":
         _finish(device)
-        before = torch.cuda.memory_allocated(device)
+        before: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
         torch.cuda.reset_peak_memory_stats(device)
         for _ in range(1 + state):
             step()
         _finish(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        highest: int = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        return highest - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         for _ in range(1 + state):
             step()
     changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
-    highest: int = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
+    highest = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
     return highest
 
 

@@ -21,7 +21,7 @@ from gtracer.optim.posterior import PosteriorOptimizer
 from gtracer.optim.trial import Slice, Trial, signed_rho
 from gtracer.optim.two_pass import STEP
 from gtracer.penalty import direction
-from gtracer.scopes import RandomState, displaced
+from gtracer.scopes import displaced
 from gtracer.tensors import Tensors
 
 PREVIOUS = "previous"
@@ -90,7 +90,7 @@ class AmortisedOptimizer(PosteriorOptimizer):
         if self._parts is not None or self._each:
             raise RuntimeError(f"share = {self.share} with batches or penalty = 'each': hand over one whole batch")
         parts = cut(batch, self.share)
-        self._random, self._some = RandomState(self._devices()), {}
+        self._some = {}
         try:
             loss = self._evaluate_parts(closure, parts)
             self._note_draws()

@@ -17,7 +17,7 @@ from gtracer.optim.clip import Clip
 from gtracer.optim.parts import Pool, as_first, mean_over_processes, shared
 from gtracer.optim.trial import Slice, Trial
 from gtracer.optim.two_pass import TwoPassOptimizer
-from gtracer.scopes import PooledStatistics
+from gtracer.scopes import PooledStatistics, RandomState
 from gtracer.tensors import Tensors
 
 PENALTIES = ("whole", "each")
@@ -193,6 +193,7 @@ class PartwiseOptimizer(TwoPassOptimizer):
         pool, statistics = Pool(), PooledStatistics(self.model)
         with self._by_itself() if self._each else nullcontext():
             for share, part in parts:
+                self._random = RandomState(self._devices())
                 with statistics.part(share):
                     _, trial = self._passes_over(partial(closure, *part))
                 pool.add(trial, share)

@@ -42,7 +42,7 @@ from gtracer.penalty import (
     example_difference,
     finite_difference,
 )
-from gtracer.scopes import Buffers, RandomState, frozen_statistics, replayed_random
+from gtracer.scopes import Buffers, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
 
 
@@ -307,7 +307,6 @@ class TracerOptimizer(AmortisedOptimizer):
         assert self.model is not None
         params = [p for p in self._params() if p.requires_grad]
         self._directions = Directions()
-        self._random = RandomState(self._devices())
         stack = Stack(self.model, closure, params, batch, count)
         losses, slopes = stack.gradients()
         self._note_draws()

@@ -169,6 +169,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if is_capturing():
             self._check_capture()
         random = RandomState(self._devices())
+        if closure is not None:
+            self._random = random
         loss = None
         try:
             with self._all_or_nothing(random, anew=self.lean and closure is not None):
@@ -227,7 +229,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
         """The first pass and those that the trial then wants, over one batch."""
-        self._random = RandomState(self._devices())
         loss = self._first_pass(closure)
         self._note_draws()
         trial = self._begin(loss)
@@ -330,7 +331,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """On any error put back what the passes have changed: random numbers, statistics, gradients (unless `anew`)."""
         params = self._clear_gradients() if anew else self._params()
         gradients = [p.grad for p in params]
-        buffers = self._copies.of(self.model, "of the step")
+        # The device waits for this copy: in a lean step nothing but a closure that fails could want it.
+        wanted = not anew or self.nonfinite != "ignore"
+        buffers = self._copies.of(self.model if wanted else None, "of the step")
         self._busy = True
         try:
             yield
