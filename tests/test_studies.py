@@ -59,3 +59,11 @@ def test_every_record_that_is_kept_here_can_be_read():
     assert len(folders) > 60
     for folder in folders:
         Record.read(folder)
+
+
+def test_the_results_in_the_docs_are_those_of_the_records():
+    docs = (STUDIES.parent / "docs" / "results.md").read_text()
+    lines = [line for line in study("results").splitlines() if line.startswith("|")]
+    assert len(lines) > 6
+    assert [line for line in lines if line not in docs.splitlines()] == []
+    assert [line for line in docs.splitlines() if line.startswith("|") and line not in lines] == []

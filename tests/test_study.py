@@ -222,6 +222,11 @@ class TestResults:
         records[1].environment = {"hardware": {"cores": 64}}
         found = Results(small, records)
         assert found.relative_cost(found.all[3]) is None
+        # Runs of one process: each one's clock shows all of them.
+        for record in records:
+            record.environment["hardware"] = {"cores": 2, "runs_side_by_side": 2}
+        found = Results(small, records)
+        assert (found.all[0].seconds, found.relative_cost(found.all[3])) == (None, None)
 
     def test_where_a_run_was_made_does_not_matter(self):
         small, points = self.points()

@@ -87,8 +87,12 @@ class Result:
 
     @property
     def seconds(self) -> float | None:
-        """An epoch's time, the median over all epochs of all finished runs."""
-        times = [second for r in self.finished for second in r.seconds]
+        """An epoch's time, the median over all epochs of the finished runs that had their device to themselves.
+
+        Side by side a run's clock shows its neighbours' steps too.
+        """
+        alone = [r for r in self.finished if "runs_side_by_side" not in r.environment.get("hardware", {})]
+        times = [second for r in alone for second in r.seconds]
         return statistics.median(times) if times else None
 
     @property
