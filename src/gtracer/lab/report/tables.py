@@ -93,7 +93,8 @@ COLUMNS = (
         "Seconds per epoch",
         lambda row: "" if row.seconds is None else f"{row.seconds:.3g}",
         lambda row: row.seconds,
-        note="Seconds per epoch: median over all epochs of the finished runs, less those made side by side in one process.",
+        note="Seconds per epoch: median over all epochs of the finished runs, less those made side by side in one "
+        "process.",
     ),
     Column(
         "Relative cost",
