@@ -133,16 +133,17 @@ def test_sam_of_each_part():
     torch.testing.assert_close(setting.weights(OPTIMIZERS["SAM"], in_parts), sgd, rtol=1e-9, atol=1e-12)
 
 
-def test_dropout_is_replayed_part_by_part():
-    """So that with ρ → 0 the penalty vanishes, which it does not where masks differ between the passes."""
-    setting = Setting(torch.float64, nn.Dropout(0.5))
-    setting.start.train()
-
-    def in_parts(opt, loss_of, x, y):
-        opt.step(loss_of, batches=cut(x, y, 6, 6))
-        assert opt.stats.penalty_ratio < 1e-2
-
-    setting.weights(lambda params: SGDTracer(params, lr=0.1, rho=1e-5, delta=0.05), in_parts)
+@pytest.mark.parametrize(("penalty", "order"), [("whole", [0, 1, 0, 1]), ("each", [0, 0, 1, 1])])
+def test_dropout_is_replayed_part_by_part(penalty, order):
+    setting, masks = Setting(torch.float64, nn.Dropout(0.5)), []
+    model = setting.start
+    model[2].register_forward_hook(lambda module, inputs, output: masks.append(output.detach() == 0))
+    opt = SGDTracer(model.parameters(), lr=0.1, **TRACER)
+    x, y = setting.x[0], setting.y[0]
+    opt.step(lambda x, y: cross_entropy(model(x), y), batches=cut(x, y, 6, 6), penalty=penalty)
+    assert len(masks) == 4
+    same = [[torch.equal(one, other) for other in masks] for one in masks]
+    assert same == [[one == other for other in order] for one in order]
 
 
 def test_running_statistics_move_by_the_mean_of_the_parts():
