@@ -74,7 +74,7 @@ def test_numbers_are_numpys_and_scipys(written):
     """From the records' files to the table's cells, by another way."""
     rows = rows_of(written)
     of = {}
-    for path in written.parent.rglob("record.json"):
+    for path in sorted(written.parent.rglob("record.json")):  # by seed
         run = json.loads(path.read_text())
         if run["finished"]:
             key = (run["config"]["label_noise"], run["config"]["optimizer"])
@@ -83,10 +83,11 @@ def test_numbers_are_numpys_and_scipys(written):
     row = rows["half wrong", "SGD-TRACER"]
     assert float(row["last"]) == pytest.approx(tracer[:, -1].mean())
     assert float(row["last_error"]) == pytest.approx(stats.sem(tracer[:, -1]))
+    assert float(row["last_deviation"]) == pytest.approx(tracer[:, -1].std(ddof=1))
     assert float(row["best"]) == pytest.approx(tracer.max(1).mean())
     assert float(row["best_error"]) == pytest.approx(stats.sem(tracer.max(1)))
     assert float(row["difference"]) == pytest.approx(tracer[:, -1].mean() - sgd[:, -1].mean())
-    assert float(row["p"]) == pytest.approx(stats.ttest_ind(tracer[:, -1], sgd[:, -1], equal_var=False).pvalue)
+    assert float(row["p"]) == pytest.approx(stats.ttest_rel(tracer[:, -1], sgd[:, -1]).pvalue)
     assert row["against"] == "SGD"
     memorised = 100 * np.array([c["memorised"] for c in of[0.5, "sgd-tracer"]])[:, -1]
     assert float(row["memorised"]) == pytest.approx(memorised.mean())

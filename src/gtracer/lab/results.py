@@ -16,15 +16,15 @@ from gtracer.lab.errors import LabError
 from gtracer.lab.record import Record
 from gtracer.lab.study import Point, Study
 
-TEST = "Welch's t-test, two-sided, not corrected for the number of comparisons"
+TEST = "paired t-test, two-sided, not corrected for the number of comparisons"
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A mean over seeds with its standard error; no error from a single seed.
 
-    >>> print(Estimate.of([1.0, 2.0, 3.0]), Estimate.of([4.25]))
-    2.0 ± 0.6 4.2
+    >>> print(Estimate.of([1.0, 2.0, 3.0]), Estimate.of([4.25]), Estimate.of([1.0, 2.0, 3.0]).deviation)
+    2.0 ± 0.6 4.2 1.0
     """
 
     mean: float
@@ -35,6 +35,11 @@ class Estimate:
     def of(cls, values: list[float]) -> Estimate:
         error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.mean(values), error, len(values))
+
+    @property
+    def deviation(self) -> float | None:
+        """Over seeds: what one more run would scatter by, where the error is what the mean would."""
+        return None if self.error is None else self.error * math.sqrt(self.n)
 
     def __str__(self) -> str:
         return f"{self.mean:.1f}" if self.error is None else f"{self.mean:.1f} ± {self.error:.1f}"
@@ -75,6 +80,10 @@ class Result:
         """The last epoch's values in per cent, a number for each finished run that has the curve."""
         return [100 * r.curves[curve][-1] for r in self.finished if curve in r.curves]
 
+    def by_seed(self) -> dict[int, float]:
+        """The accuracy at the last epoch, in per cent, of each finished run."""
+        return {r.config.seed: 100 * r.curves["test_accuracy"][-1] for r in self.finished}
+
     def best(self) -> list[float]:
         return [100 * max(r.curves["test_accuracy"]) for r in self.finished]
 
@@ -107,11 +116,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against the best of the others in the same setting."""
+    """A method against the best of the others in the same setting, over the seeds that both have finished.
+
+    A seed gives both the same weights to start from, order of the data and wrong labels.
+    """
 
     against: str
     difference: float  # in points of per cent
-    p: float | None  # none where a side has one run only, or no spread at all
+    p: float | None  # none where they share one seed only, or differ by the same for each
 
 
 class Results:
@@ -139,10 +151,11 @@ class Results:
     def comparison(self, result: Result) -> Comparison | None:
         """TRACER against the best baseline; nothing for a baseline itself."""
         best = self.baseline(result.point.setting)
-        if not result.is_tracer or best is None or not result.last():
+        if not result.is_tracer or best is None:
             return None
-        ours, theirs = result.last(), best.last()
-        return Comparison(best.point.label, statistics.mean(ours) - statistics.mean(theirs), welch(ours, theirs))
+        ours, theirs = result.by_seed(), best.by_seed()
+        differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+        return Comparison(best.point.label, statistics.mean(differences), chance(differences)) if differences else None
 
     def relative_cost(self, result: Result) -> float | None:
         """An epoch's time over that of the setting's first method, where both were run on equal machines."""
@@ -152,14 +165,13 @@ class Results:
         return result.seconds / first.seconds
 
 
-def welch(ours: list[float], theirs: list[float]) -> float | None:
-    """The probability of so large a difference, in either direction, were there none."""
-    if min(len(ours), len(theirs)) < 2 or statistics.stdev(ours) == statistics.stdev(theirs) == 0:
+def chance(differences: list[float]) -> float | None:
+    """The probability of so large a mean, in either direction, were there no difference: a t-test."""
+    if len(differences) < 2 or statistics.stdev(differences) == 0:
         return None
-    from scipy.stats import ttest_ind_from_stats
+    from scipy.stats import ttest_1samp
 
-    sides = [number for side in (ours, theirs) for number in (statistics.mean(side), statistics.stdev(side), len(side))]
-    return float(ttest_ind_from_stats(*sides, equal_var=False).pvalue)
+    return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def read(folder: Path, of: Study | None = None) -> tuple[Results, list[str]]:

@@ -69,6 +69,12 @@ COLUMNS = (
         note="Last epoch: accuracy on the test set, mean ± standard error over the n runs; no error of a single one.",
     ),
     Column(
+        "Deviation",
+        lambda row: _points(_deviation(row.last)),
+        lambda row: _deviation(row.last),
+        note="Deviation: the standard deviation over the n runs, in points.",
+    ),
+    Column(
         "Best epoch, %",
         lambda row: _estimate(row.best),
         lambda row: _mean(row.best),
@@ -80,7 +86,7 @@ COLUMNS = (
         lambda row: _comparison(row.comparison),
         lambda row: None if row.comparison is None else row.comparison.difference,
         note="TRACER − best baseline: difference in points at the last epoch to the best of the other methods in the "
-        f"same setting; p: {TEST}.",
+        f"same setting, over the seeds that both have finished; p: {TEST}.",
     ),
     Column(
         "Wrong labels memorised, %",
@@ -153,6 +159,7 @@ CSV: dict[str, Callable[[Row], float | str | None]] = {
     "n": lambda row: row.n,
     "last": lambda row: _mean(row.last),
     "last_error": lambda row: _error(row.last),
+    "last_deviation": lambda row: _deviation(row.last),
     "best": lambda row: _mean(row.best),
     "best_error": lambda row: _error(row.best),
     "paper": lambda row: _mean(row.paper),
@@ -179,6 +186,14 @@ def _mean(estimate: Estimate | None) -> float | None:
 
 def _error(estimate: Estimate | None) -> float | None:
     return None if estimate is None else estimate.error
+
+
+def _deviation(estimate: Estimate | None) -> float | None:
+    return None if estimate is None else estimate.deviation
+
+
+def _points(number: float | None) -> str:
+    return "" if number is None else f"{number:.1f}"
 
 
 def _estimate(estimate: Estimate | None) -> str:
