@@ -8,6 +8,7 @@ from pathlib import Path
 from gtracer.lab import results
 from gtracer.lab.record import Record
 from gtracer.lab.report.tables import Table
+from gtracer.lab.results import Estimate
 from gtracer.lab.study import load
 
 STUDIES = Path(__file__).parent.parent / "studies"
@@ -66,9 +67,13 @@ def test_every_record_that_is_kept_here_can_be_read():
 
 def test_the_results_in_the_docs_are_those_of_the_records():
     docs = (STUDIES.parent / "docs" / "results.md").read_text().splitlines()
+    readme = (STUDIES.parent / "README.md").read_text()
     made = []
     for name, folder in (("table2", "table2"), (str(STUDIES / "cifar100" / "variants.yaml"), "variants")):
         found, problems = results.read(STUDIES.parent / "records" / "cifar100" / folder, load(name))
         assert problems == []
+        for result in found.all[-3:]:  # with wrong labels
+            paper = "" if result.paper is None else f" {Estimate(*result.paper, n=0)}"
+            assert f"| {result.accuracy} |{paper} |" in readme.replace("*", "")
         made += [line for line in Table(found).markdown().splitlines() if line.startswith("|")]
     assert [line for line in docs if line.startswith("|")] == made
