@@ -173,3 +173,13 @@ def test_sizes_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
     for row, case in zip(rows, cases, strict=True):
         (plain,), (ours,) = (case["seconds"][name] for name in sizes.COMPARED)
         assert [cell.strip() for cell in row[3:]] == [f"{plain * 1e3:.1f}", f"{ours * 1e3:.1f}", f"{ours / plain:.2f}"]
+
+
+def test_sizes_as_cuda_graphs_stand_in_a_column_of_their_own():
+    case = {"family": "width", "model": "wrn-16-1", "batch_size": 32}
+    case |= {"seconds": {"SGD": [1.0], "SGD-TRACER": [3.0]}, "graphs": {"SGD": [0.5, 0.4, 9.0], "SGD-TRACER": [1.0]}}
+    hardware = {"gpu": "a GPU", "threads": 1}
+    table = sizes._table({"precision": "fp32", "rounds": 1, "hardware": hardware, "cases": [case]})
+    shown = {str(column.header): list(column.cells) for column in table.columns}
+    assert shown["ratio"] == ["3.00"]
+    assert shown["as CUDA graphs"] == ["2.00"]

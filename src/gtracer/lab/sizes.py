@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gtracer.lab import costs, environment, files
-from gtracer.lab.bench import seconds_of
+from gtracer.lab.bench import captured, seconds_of
 from gtracer.lab.run import device_of
 
 WIDTHS = ("wrn-16-1", "wrn-16-2", "wrn-16-4", "wrn-16-8")
@@ -45,8 +45,8 @@ def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Pat
     for case in cases(batch_size):
         steps = {name: costs.build(row, case.model, case.batch_size, place, precision)[0] for name, row in rows.items()}
         found.append({**case._asdict(), "seconds": seconds_of(steps, rounds, place)})
-        del steps
-        if place.type == "cuda":
+        if place.type == "cuda":  # and without what it costs to start kernels
+            found[-1]["graphs"] = seconds_of({name: captured(step) for name, step in steps.items()}, rounds, place)
             torch.cuda.empty_cache()
     result = {"bench": "sizes", "precision": precision, "rounds": rounds, **environment.describe(place), "cases": found}
     console.print(_table(result))
@@ -58,14 +58,24 @@ def _table(result: dict[str, Any]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
     table = Table(title=", ".join((result["precision"], where, f"{result['rounds']} rounds")))
-    for name in ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio"):
+    by_graph = ["as CUDA graphs"] if "graphs" in result["cases"][0] else []
+    for name in ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio", *by_graph):
         table.add_column(name, justify="left" if name in ("what grows", "net") else "right", no_wrap=True)
     last = None
     for case in result["cases"]:
         if last not in (None, case["family"]):
             table.add_section()
         last = case["family"]
-        plain, ours = (statistics.median(case["seconds"][name]) * 1e3 for name in COMPARED)
-        numbers = (f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}")
+        plain, ours = _medians(case["seconds"])
+        numbers = [f"{plain:.1f}", f"{ours:.1f}", f"{ours / plain:.2f}"]
+        if by_graph:
+            plain, ours = _medians(case["graphs"])
+            numbers.append(f"{ours / plain:.2f}")
         table.add_row(last, case["model"], str(case["batch_size"]), *numbers)
     return table
+
+
+def _medians(seconds: dict[str, list[float]]) -> tuple[float, float]:
+    """Milliseconds of SGD's step and of SGD-TRACER's."""
+    plain, ours = (statistics.median(seconds[name]) * 1e3 for name in COMPARED)
+    return plain, ours
