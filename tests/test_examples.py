@@ -29,6 +29,7 @@ def test_all_of_them_are_here():
     """A new one wants a test."""
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {
         "accelerate_loop",
+        "captured_step",
         "huggingface_trainer",
         "lightning_module",
         "timm_style",
@@ -126,6 +127,27 @@ def test_timm_s_own_scaler():
 def test_scripts_in_timm_s_style_make_no_graph_for_us():
     """They ask the optimiser for this flag; passes at displaced weights want first-order gradients."""
     assert not hasattr(SGDTracer([torch.nn.Parameter(torch.ones(1))]), "is_second_order")
+
+
+def test_a_step_that_could_be_captured_is_a_step():
+    """The learning rate in a tensor and the batch copied, against the plain loop."""
+    module = example("captured_step")
+    losses = module.train("cpu", 12, captured=False)
+    model = module.network()
+    opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, rho=1e-3, model=model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 12)
+    expected = []
+    for x, y in module.batches(12):
+        expected.append(opt.step(lambda x, y: cross_entropy(model(x), y), x, y).item())
+        schedule.step()
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_is_a_step():
+    module = example("captured_step")
+    assert module.train("cuda", 12) == pytest.approx(module.train("cuda", 12, captured=False), rel=1e-4)
 
 
 # Lightning: what its loops compute is compared in test_lightning.py.
