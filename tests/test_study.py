@@ -211,6 +211,7 @@ class TestResults:
         assert Estimate.of([1.0]).error is None
         assert results.chance([1.0]) is None
         assert results.chance([1.0, 1.0]) is None
+        assert results.chance([1.0, 1.0 + 1e-14]) is None
         assert results.chance([1.0, 1.5]) is not None
 
     def test_cost_is_relative_to_the_first_method_on_the_same_machine(self):

@@ -167,7 +167,7 @@ class Results:
 
 def chance(differences: list[float]) -> float | None:
     """The probability of so large a mean, in either direction, were there no difference: a t-test."""
-    if len(differences) < 2 or statistics.stdev(differences) == 0:
+    if len(differences) < 2 or statistics.stdev(differences) < 1e-9:  # nothing but rounding
         return None
     from scipy.stats import ttest_1samp
 
