@@ -31,7 +31,7 @@ def network() -> torch.nn.Module:
 
 
 def train(device: str, count: int = 30, *, captured: bool = True) -> list[float]:
-    """The loss of every step; captured or not, it is the same."""
+    """The loss of every step; captured, which takes a GPU, or made one by one."""
     model = network().to(device)
     lr = torch.tensor(0.1, device=device)
     opt = SGDTracer(model.parameters(), lr=lr, momentum=0.9, rho=1e-3, model=model, nonfinite="ignore")
@@ -43,7 +43,7 @@ def train(device: str, count: int = 30, *, captured: bool = True) -> list[float]
 
     graph, stream = None, torch.cuda.Stream() if captured else None
     losses = []
-    with torch.cuda.stream(stream):  # not the default one, which cannot be captured
+    with torch.cuda.stream(stream):  # of its own: torch wants the steps before a capture off the default one
         for i, (images, labels) in enumerate(batches(count)):
             x.copy_(images)
             y.copy_(labels)

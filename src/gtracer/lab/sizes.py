@@ -47,6 +47,7 @@ def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Pat
         found.append({**case._asdict(), "seconds": seconds_of(steps, rounds, place)})
         if place.type == "cuda":  # and without what it costs to start kernels
             found[-1]["graphs"] = seconds_of({name: captured(step) for name, step in steps.items()}, rounds, place)
+            del steps
             torch.cuda.empty_cache()
     result = {"bench": "sizes", "precision": precision, "rounds": rounds, **environment.describe(place), "cases": found}
     console.print(_table(result))
