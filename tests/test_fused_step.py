@@ -128,6 +128,16 @@ def test_other_steps_are_made_as_ever(own, finished):
 
 
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+def test_addresses_that_come_as_arguments(cls, finished, monkeypatch):
+    """As in a capture; one is made, on a GPU, in test_gpu_training.py."""
+    expected, _ = trained(cls, dtype=torch.float32, **FUSED)
+    monkeypatch.setattr(launches, "is_capturing", lambda: True)
+    found, _ = trained(cls, dtype=torch.float32, **FUSED)
+    assert len(finished) == 12
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 @pytest.mark.parametrize("failing", [2, 4])
 def test_a_second_pass_that_fails_is_undone(finished, failing, cls):
     """In the first step and later."""

@@ -89,17 +89,29 @@ def test_one_process_with_nccl(tmp_path, penalty):
     agree([found], alone("SGDTracer"), tolerance=1e-7)
 
 
-def test_a_captured_step_of_adam():
+FUSED = {"compiled": True, "lean": True}
+
+
+@pytest.mark.parametrize(
+    ("cls", "own", "dtype", "tolerance"),
+    [
+        (AdamWTracer, {"capturable": True}, torch.float64, 1e-9),
+        (AdamWTracer, {"weight_decay": 0.1, **FUSED}, torch.float32, 1e-4),
+        (SGDTracer, {"momentum": 0.9, **FUSED}, torch.float32, 1e-4),
+    ],
+    ids=str,
+)
+def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
     """Counts its steps and reads its learning rate on the device: replays are the steps of an eager run."""
-    x = torch.randn(8, 32, 3, 16, 16, device="cuda", dtype=torch.float64)
+    x = torch.randn(8, 32, 3, 16, 16, device="cuda", dtype=dtype)
     y = torch.randint(10, (8, 32), device="cuda")
+    tables, launches = [], pytest.importorskip("gtracer.optim.launches")
+    monkeypatch.setattr(launches, "as_arguments", lambda *a, made=launches.as_arguments: tables.append(a) or made(*a))
     found = []
     for captured in (False, True):
-        model = convolutional().double()
+        model = convolutional().to(dtype)
         lr = torch.tensor(1e-3, device="cuda")
-        opt = AdamWTracer(
-            model.parameters(), lr=lr, rho=0.003, delta=0.01, model=model, nonfinite="ignore", capturable=True
-        )
+        opt = cls(model.parameters(), lr=lr, rho=0.003, delta=0.01, model=model, nonfinite="ignore", **own)
         inputs, labels = x[0].clone(), y[0].clone()
 
         def step(opt=opt, model=model, inputs=inputs, labels=labels):
@@ -120,7 +132,8 @@ def test_a_captured_step_of_adam():
             lr.fill_(1e-3 * (1 - i / 10))
             graph.replay() if captured else step()
         found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
+    assert len(tables) == (2 if "compiled" in own else 0)  # the fused step is what was captured
 
 
 def test_flash_attention_in_the_finite_difference():

@@ -71,9 +71,11 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD-TRACER": Row(SGD, sgd_tracer(**fused), captured=True),
         "SGD-TRACER, lean": Row(SGD, sgd_tracer(lean=True, **fused)),
         "SGD-TRACER, compiled": Row(SGD, sgd_tracer(compiled=True, **fused)),
-        "SGD-TRACER, compiled, lean": Row(SGD, sgd_tracer(**two_kernels)),
+        "SGD-TRACER, compiled, lean": Row(SGD, sgd_tracer(**two_kernels), captured=True),
         f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely, **fused), EVERY, captured=True),
-        f"SGD-TRACER, every {EVERY}th, reused, compiled, lean": Row(SGD, sgd_tracer(**rarely, **two_kernels), EVERY),
+        f"SGD-TRACER, every {EVERY}th, reused, compiled, lean": Row(
+            SGD, sgd_tracer(**rarely, **two_kernels), EVERY, captured=True
+        ),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
         'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused), captured=True),
         ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),

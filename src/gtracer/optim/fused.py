@@ -22,7 +22,6 @@ from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
 from gtracer.optim.two_pass import STEP
 from gtracer.penalty import Passes
-from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ class FusedTracer(TracerOptimizer):
     def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
         alone = self._parts is None and not self._each and self._scaler is None and self.clip is None
         plain = self._is_plain and not (self.scale_free or self.preconditioned or self.eta or self.reuse == PREVIOUS)
-        # In a capture no addresses could be handed over from the CPU.
-        quiet = self.compiled and self.lean and self.nonfinite == "ignore" and not is_capturing()
+        quiet = self.compiled and self.lean and self.nonfinite == "ignore"
         self._fuses = alone and plain and quiet and _has_triton()
         try:
             return super()._passes_over(closure)

@@ -7,6 +7,7 @@ which tensor a block belongs, and which of its blocks it is.
 from __future__ import annotations
 
 import math
+from array import array
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 BLOCK = 2048
@@ -281,10 +283,20 @@ class Rows:
 
     def __init__(self, *lists: Tensors) -> None:
         device = lists[0][0].device
-        listed = [[t.data_ptr() for t in tensors] for tensors in lists]
-        table = torch.tensor(listed, dtype=torch.int64, pin_memory=device.type == "cuda")
+        listed = array("q", [t.data_ptr() for tensors in lists for t in tensors])
+        table = torch.frombuffer(listed, dtype=torch.int64)  # torch.tensor takes ten times as long
         self.aligned = not bool((table % 16).any())
-        self.addresses = table.to(device, non_blocking=True)
+        if is_capturing():
+            self.addresses = as_arguments(listed.tolist(), device)
+        else:
+            self.addresses = (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+
+
+def as_arguments(numbers: list[int], device: torch.device) -> Tensor:
+    """A tensor of them, brought there as kernels' arguments: those a graph keeps, but nothing in the CPU's memory."""
+    table = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    torch._foreach_add_(table.unbind(), numbers)
+    return table
 
 
 @cache

@@ -331,8 +331,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """On any error put back what the passes have changed: random numbers, statistics, gradients (unless `anew`)."""
         params = self._clear_gradients() if anew else self._params()
         gradients = [p.grad for p in params]
-        # The device waits for this copy: in a lean step nothing but a closure that fails could want it.
-        wanted = not anew or self.nonfinite != "ignore"
+        # The device waits for this copy: in a lean step nothing but a closure that fails could want it, and what fails
+        # in a capture has changed nothing yet.
+        wanted = not (is_capturing() or (anew and self.nonfinite == "ignore"))
         buffers = self._copies.of(self.model if wanted else None, "of the step")
         self._busy = True
         try:
