@@ -34,8 +34,15 @@ def train(device: str, count: int = 30, *, captured: bool = True) -> list[float]
     """The loss of every step; captured, which takes a GPU, or made one by one."""
     model = network().to(device)
     lr = torch.tensor(0.1, device=device)
-    knobs = {"momentum": 0.9, "fused": True, "nonfinite": "ignore"}  # fused: else torch reads lr back
-    opt = SGDTracer(model.parameters(), lr=lr, rho=1e-3, model=model, **knobs)
+    opt = SGDTracer(
+        model.parameters(),
+        lr=lr,
+        momentum=0.9,
+        rho=1e-3,
+        model=model,
+        fused=True,  # torch's other updates read the learning rate back
+        nonfinite="ignore",  # or the losses would be
+    )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, count)  # fills the tensor
     x, y = torch.empty(64, 3, 8, 8, device=device), torch.empty(64, dtype=torch.long, device=device)
 

@@ -131,9 +131,12 @@ def test_other_steps_are_made_as_ever(own, finished):
 def test_addresses_that_come_as_arguments(cls, finished, monkeypatch):
     """As in a capture; one is made, on a GPU, in test_gpu_training.py."""
     expected, _ = trained(cls, dtype=torch.float32, **FUSED)
+    tables = []
+    monkeypatch.setattr(launches, "as_arguments", lambda *a, made=launches.as_arguments: tables.append(a) or made(*a))
     monkeypatch.setattr(launches, "is_capturing", lambda: True)
     found, _ = trained(cls, dtype=torch.float32, **FUSED)
     assert len(finished) == 12
+    assert len(tables) == 12  # two a step
     assert all(map(torch.equal, found, expected))
 
 

@@ -209,11 +209,12 @@ def test_a_captured_step_is_the_same_step(name):
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), {"nonfinite": "ignore"}, "draw random numbers"),
         (nn.Linear(4, 3), {"nonfinite": "ignore", "interval": 2}, "interval = 2"),
         (nn.Linear(4, 3), {}, "nonfinite = 'raise'"),
+        (nn.Linear(4, 3), {"nonfinite": "ignore", "lr": torch.tensor(0.1)}, "pass fused=True"),
     ],
 )
 def test_what_cannot_be_captured_says_why(net, options, reason):
     net, x = net.cuda(), torch.randn(5, 4, device="cuda")
-    opt = SGDTracer(net.parameters(), lr=0.1, **options)
+    opt = SGDTracer(net.parameters(), **{"lr": 0.1} | options)
     if "first" not in reason:
         opt.step(lambda: net(x).square().mean())
     torch.cuda.synchronize()

@@ -62,3 +62,32 @@ def test_as_many_for_many_tensors_as_for_few(name):
     few, many = own_calls(maker, 2), own_calls(maker, 9)
     assert few == many
     assert few <= most
+
+
+def test_a_capture_saves_no_statistics_for_a_step_that_fails(monkeypatch):
+    """Nothing is computed before the replay; the second pass still puts back what it moves."""
+    maker, _ = MAKERS["sgd"]
+    eager = own_calls(maker, 2)
+    monkeypatch.setattr("gtracer.optim.two_pass.is_capturing", lambda: True)
+    monkeypatch.setattr(SGDTracer, "_check_capture", lambda self: None)
+    assert own_calls(maker, 2) == eager - 3  # copies of floats and of counts; a look at the random numbers
+
+
+@pytest.mark.parametrize("tracer", [True, False])
+def test_a_learning_rate_that_sgd_would_read_back_is_not_captured(tracer, monkeypatch):
+    """torch's own error names neither it nor the cure; on a GPU: test_gpu.py."""
+
+    def captured(**own):
+        p = nn.Parameter(torch.ones(2))
+        opt = SGDTracer([p], nonfinite="ignore", **own)
+        if not tracer:
+            opt = SAM(torch.optim.SGD([p], **own), nonfinite="ignore")
+        with monkeypatch.context() as patch:
+            opt.step(lambda: p.square().sum())
+            patch.setattr("gtracer.optim.two_pass.is_capturing", lambda: True)
+            opt.step(lambda: p.square().sum())
+
+    captured(lr=0.1)
+    captured(lr=torch.tensor(0.1), fused=True)
+    with pytest.raises(RuntimeError, match="pass fused=True"):
+        captured(lr=torch.tensor(0.1))

@@ -366,6 +366,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             group[STEP] += 1
 
     def _apply(self, trial: Trial) -> None:
+        sgd = isinstance(self.base, torch.optim.SGD) and is_capturing()
+        if sgd and any(torch.is_tensor(group["lr"]) and not group.get("fused") for group in self.param_groups):
+            raise RuntimeError("step() cannot be captured as a CUDA graph: SGD reads a tensor lr back, pass fused=True")
         self.base.step()
 
     def _params(self) -> Tensors:
