@@ -103,6 +103,7 @@ FUSED = {"compiled": True, "lean": True}
 )
 def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
     """Counts its steps and reads its learning rate on the device: replays are the steps of an eager run."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two runs differ, captured or not
     x = torch.randn(8, 32, 3, 16, 16, device="cuda", dtype=dtype)
     y = torch.randint(10, (8, 32), device="cuda")
     tables, launches = [], pytest.importorskip("gtracer.optim.launches")
