@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gtracer.lab import results
 from gtracer.lab.record import Record
+from gtracer.lab.report.figures import pictures
 from gtracer.lab.report.tables import Table
 from gtracer.lab.results import Estimate
 from gtracer.lab.study import load
@@ -81,3 +84,13 @@ def test_the_results_in_the_docs_are_those_of_the_records():
             assert f"{result.accuracy}{beside}" in readme.replace("*", "")
         made += [line for line in Table(found).markdown().splitlines() if line.startswith("|")]
     assert [line for line in docs if line.startswith("|")] == made
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "picture"), [("figure1", "search-long", "varied"), ("figure2", "table1", "epochs")]
+)
+def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, picture):
+    found, problems = results.read(STUDIES.parent / "records" / "cifar100" / folder, load(name))
+    assert problems == []
+    drawn = {made.name: made.svg for made in pictures(found)}[picture]
+    assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
