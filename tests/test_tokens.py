@@ -90,6 +90,13 @@ class TestTokens:
         assert torch.equal(again.columns["input_ids"], first.columns["input_ids"])
         assert (again.lengths.tolist(), again.cut) == (first.lengths.tolist(), first.cut)
 
+    def test_made_once_whatever_the_tokenizer_did_before(self):
+        """A tokenizer that has cut and padded texts tells so of itself."""
+        used = transformers.AutoTokenizer.from_pretrained(made.folder)
+        used(["good good good"], truncation=True, max_length=3, padding=True)
+        first = tokens.tokens(used, [("good " * 30,)], 16)
+        assert made([30], 16) is first
+
     def test_another_limit_text_or_tokenizer_is_made_anew(self, tmp_path):
         assert made([3, 30], 16).columns["input_ids"].shape == (2, 16)
         assert made([3, 30], 20).columns["input_ids"].shape == (2, 20)

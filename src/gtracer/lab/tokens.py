@@ -10,6 +10,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -70,9 +71,7 @@ class Tokens:
 
 def tokens(tokenizer: Any, texts: Texts, limit: int) -> Tokens:
     """Made with this tokenizer, at most `limit` tokens a text; once for all runs of a process, and kept on disk."""
-    kind = getattr(tokenizer, "backend_tokenizer", None)
-    identity = kind.to_str() if kind is not None else repr(tokenizer)
-    mark = hashlib.sha256(repr((FORMAT, identity, limit, texts)).encode()).hexdigest()
+    mark = hashlib.sha256(repr((FORMAT, _identity(tokenizer), limit, texts)).encode()).hexdigest()
     if mark not in _memory:
         path = Path.home() / ".cache" / "gtracer" / "tokens" / f"{mark[:32]}.pt"
         found = _read(path)
@@ -83,15 +82,27 @@ def tokens(tokenizer: Any, texts: Texts, limit: int) -> Tokens:
     return _memory[mark]
 
 
+def _identity(tokenizer: Any) -> str:
+    """What decides its tokens; not how it last cut and padded, which it would otherwise tell too."""
+    kind = getattr(tokenizer, "backend_tokenizer", None)
+    if kind is None:
+        return repr(tokenizer)
+    kind.no_truncation()
+    kind.no_padding()
+    return str(kind.to_str())
+
+
 def _made(tokenizer: Any, texts: Texts, limit: int) -> Tokens:
     tokenizer.padding_side = "right"
-    columns = [list(column) for column in zip(*texts, strict=True)]
-    encoded = tokenizer(*columns, truncation=True, max_length=limit, padding=True, return_tensors="pt")
+    encoded = tokenizer(
+        *([*column] for column in zip(*texts, strict=True)), truncation=True, max_length=limit, padding=True
+    )
+    columns = {key: torch.from_numpy(numpy.array(rows)) for key, rows in encoded.items()}  # torch takes lists slowly
     # Only tokenizers in Rust know what they left out; of others a text that fills the limit is taken for cut.
-    lengths = encoded["attention_mask"].sum(1)
+    lengths = columns["attention_mask"].sum(1)
     several = encoded.encodings
     cut = sum(bool(e.overflowing) for e in several) if several else int((lengths >= limit).sum())
-    return Tokens(dict(encoded), lengths, cut)
+    return Tokens(columns, lengths, cut)
 
 
 def _read(path: Path) -> Tokens | None:
