@@ -12,6 +12,7 @@ from test_lab_tasks import cifar_pickle
 from gtracer.lab.abreast import Abreast, Replayed
 from gtracer.lab.config import Config
 from gtracer.lab.record import Record
+from gtracer.lab.run import Run
 from gtracer.lab.train import train
 
 pytestmark = [
@@ -76,6 +77,26 @@ def test_augmentation_draws_anew_in_every_replay(tmp_path):
     assert [event.failure for event in Abreast(1)([(config, tmp_path / "c")]) if event.ended] == [None]
     together, alone = (Record.read(tmp_path / name).curves["train_loss"] for name in "ac")
     assert together == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_model_that_cannot_be_recorded_is_told_of_and_disturbs_nobody(tmp_path, monkeypatch):
+    """One that waits for the device, as some of transformers' did when they copied positions to it."""
+    config = Config(task="digits", model="mlp-bn", optimizer="sgd-tracer", epochs=2, batch_size=128, device="cuda")
+    waits, fine = config, replace(config, seed=1)
+    original = Run.update
+
+    def update(run, inputs, labels, of):
+        if run.config.seed == waits.seed:
+            labels = labels + torch.zeros(1, dtype=torch.int64).to(labels.device)
+        return original(run, inputs, labels, of)
+
+    monkeypatch.setattr(Run, "update", update)
+    cells = [(waits, tmp_path / "waits"), (fine, tmp_path / "fine")]
+    ends = {event.config: event.failure for event in Abreast(2)(cells) if event.ended}
+    assert "cannot be recorded as a CUDA graph" in ends[waits]
+    assert "--engine local" in ends[waits]
+    assert ends[fine] is None
+    assert Record.read(tmp_path / "fine").finished
 
 
 def test_texts_side_by_side(tmp_path):

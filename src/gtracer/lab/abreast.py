@@ -264,6 +264,11 @@ class Lane:
             # Other runs may allocate while this one is recorded: only this thread's mistakes count.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 made = action()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            first = str(error).strip().splitlines()[0]
+            raise LabError(f"its step cannot be recorded as a CUDA graph ({first}): use --engine local") from error
         finally:
             twin_of_capture.reset(token)
         return graph, made
