@@ -94,9 +94,8 @@ def _identity(tokenizer: Any) -> str:
 
 def _made(tokenizer: Any, texts: Texts, limit: int) -> Tokens:
     tokenizer.padding_side = "right"
-    encoded = tokenizer(
-        *([*column] for column in zip(*texts, strict=True)), truncation=True, max_length=limit, padding=True
-    )
+    pieces = [list(column) for column in zip(*texts, strict=True)]
+    encoded = tokenizer(*pieces, truncation=True, max_length=limit, padding=True)
     columns = {key: torch.from_numpy(numpy.array(rows)) for key, rows in encoded.items()}  # torch takes lists slowly
     # Only tokenizers in Rust know what they left out; of others a text that fills the limit is taken for cut.
     lengths = columns["attention_mask"].sum(1)
