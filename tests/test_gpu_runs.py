@@ -99,10 +99,12 @@ def test_a_model_that_cannot_be_recorded_is_told_of_and_disturbs_nobody(tmp_path
     assert Record.read(tmp_path / "fine").finished
 
 
-def test_texts_side_by_side(tmp_path):
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_texts_side_by_side(tmp_path, kind):
     """With dropout, whose masks are the same in both passes and in the plain run, and widths that change."""
-    texts = pytest.importorskip("test_tokens")
+    texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
     base = replace(texts.config(tmp_path), device="cuda", epochs=6)
+    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind)))
     configs = [
         base,
         replace(base, optimizer="adamw", rho=None),
@@ -119,3 +121,21 @@ def test_texts_side_by_side(tmp_path):
         assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=tolerance)
         if "penalty_ratio" in found:  # other masks would make it many times larger
             assert found["penalty_ratio"] == pytest.approx(plain.curves["penalty_ratio"], rel=0.1)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_compiled_texts_side_by_side(tmp_path, kind):
+    """Compiled layers draw dropout's masks otherwise, but the same ones in both passes."""
+    texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
+    base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16")
+    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind)))
+    compiled = replace(base, kernels="compiled")
+    cells = [
+        (config, tmp_path / config.folder) for config in (base, compiled, replace(compiled, optimizer="adamw-sam"))
+    ]
+    assert [event.failure for event in Abreast(3)(cells) if event.ended] == [None] * 3
+    plain, found, _ = (Record.read(folder).curves for _, folder in cells)
+    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05)
+    assert found["penalty_ratio"] == pytest.approx(plain["penalty_ratio"], rel=0.5)
+    assert found["test_loss"] == pytest.approx(plain["test_loss"], rel=0.05)

@@ -161,18 +161,28 @@ class TestAugmentation:
         assert torch.equal(models.cropped_and_flipped(x), first)
 
 
+WORDS = ("good", "bad", "very", "film", "the")
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
 def tiny_bert(folder):
     """A BERT of two small layers and a tokenizer of a few words, saved as Hugging Face saves them."""
+    return _tiny(folder, "Bert", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+
+
+def tiny_mpnet(folder):
+    """Likewise an MPNet, whose attention is transformers' own and has biases by position."""
+    return _tiny(folder, "MPNet", ["<s>", "<pad>", "</s>", "[UNK]", "<mask>", *WORDS])
+
+
+def _tiny(folder, kind, words):
     transformers = pytest.importorskip("transformers")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "very", "film", "the"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    getattr(transformers, f"{kind}TokenizerFast")(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
-    )
-    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=len(words), **SIZES)
+    getattr(transformers, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
     return folder
 
 
@@ -198,6 +208,25 @@ class TestLanguage:
         made = batch(torch.tensor([0]))
         assert made["input_ids"].shape == (1, 6)
         assert set(made["token_type_ids"].flatten().tolist()) == {0, 1}
+
+    @pytest.mark.parametrize("kind", language.MASKED)
+    @pytest.mark.parametrize("attention", ["eager", "sdpa"])
+    def test_masks_are_those_of_transformers(self, kind, attention):
+        """Handed over in the form that attention wants, they hide what transformers' own hide."""
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, vocab_size=10, **SIZES)
+        if attention == "sdpa" and kind == "mpnet":
+            pytest.skip("MPNet has none")
+        make = transformers.AutoModelForSequenceClassification
+        model = make.from_config(config, attn_implementation=attention).eval()
+        ids = torch.randint(2, 10, (3, 7))
+        mask = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
+        batch = {"input_ids": ids.masked_fill(mask == 0, config.pad_token_id), "attention_mask": mask}
+        expected = model(**batch).logits
+        found = language.Classifier(model)(batch)
+        torch.testing.assert_close(found, expected)
+        assert not torch.allclose(found, model(input_ids=batch["input_ids"], attention_mask=mask**0).logits, rtol=1e-3)
 
     def test_no_model(self):
         with pytest.raises(LabError, match="needs --model"):

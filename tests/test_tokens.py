@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_lab_models import tiny_bert
+from test_lab_models import tiny_bert, tiny_mpnet
 
 from gtracer import cli
 from gtracer.lab import language, tokens
@@ -224,6 +224,26 @@ def test_side_by_side_with_dropout(tmp_path):
         found = Record.read(folder).curves
         assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=1e-5)
         assert found["test_accuracy"] == pytest.approx(plain.curves["test_accuracy"], abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("tiny", [tiny_bert, tiny_mpnet])
+def test_compiled_layers_are_the_same_run(tmp_path, tiny):
+    """To rounding; once for all layers and seeds, whatever a batch's shape, for training and for evaluation."""
+    words = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # compiled, it draws other numbers
+    folder = tiny(tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text()) | words
+    (folder / "config.json").write_text(json.dumps(settings))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for seed in range(2):
+        plain = replace(config(tmp_path, seed=seed), model=str(folder))
+        expected = train(plain, tmp_path / f"plain-{seed}", []).curves
+        found = train(replace(plain, kernels="compiled"), tmp_path / f"compiled-{seed}", []).curves
+        for name in ("train_loss", "trace_ratio", "test_loss"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_cut_and_resumed_with_dropout(tmp_path):

@@ -20,6 +20,7 @@ from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run, device_of
 from gtracer.lab.train import record_in
 from gtracer.lab.workers import Cell, Event, told
+from gtracer.optim.amortised import PREVIOUS
 from gtracer.optim.two_pass import STEP, TwoPassOptimizer
 from gtracer.scopes import drawing_from, twin_of_capture
 
@@ -292,10 +293,23 @@ class Lane:
 
 
 def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
-    """Those of torch's optimiser that let a step be recorded: one that counts has to count on the device."""
+    """Those of the optimiser that let a step be recorded, and be short: one that counts has to count on the device."""
     base, scheme = optimizers.parsed(config.optimizer)
-    counts = {"capturable": device.type == "cuda"} if base != "sgd" else {}
-    return counts if scheme == "tracer" and base != "sgd" else counts | {"fused": True}
+    on_gpu = device.type == "cuda"
+    own: dict[str, Any] = {} if base == "sgd" else {"capturable": on_gpu}
+    if scheme != "tracer" or base == "sgd":  # the update is torch's
+        own["fused"] = True
+    if scheme == "tracer" and on_gpu and _fits_two_kernels(config, base):
+        own |= {"compiled": True, "lean": True}
+    return own
+
+
+def _fits_two_kernels(config: Config, base: str) -> bool:
+    """Whether all of TRACER's arithmetic can be two kernels; compiled otherwise, it would take minutes to start."""
+    estimated = (config.curvature, config.average, config.engine, config.difference)
+    varied = (config.preconditioned, config.eta, config.scale_free, config.share < 1, config.reuse == PREVIOUS)
+    beyond = config.dampening or (base == "adam" and config.weight_decay)
+    return not (any(estimated) or any(varied) or beyond)
 
 
 def _refuse_what_cannot_be_replayed(config: Config) -> None:

@@ -14,6 +14,10 @@ from gtracer.lab.models import Batch, Built
 from gtracer.lab.tasks.task import Split
 from gtracer.lab.tokens import Tokens, tokens
 
+# Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
+# device, to see whether there is any padding, or copies numbers to it: neither can be captured as a CUDA graph.
+MASKED = ("bert", "mpnet", "roberta")
+
 
 class Classifier(nn.Module):
     """A transformers model that takes a batch and gives its logits, as every other model here does."""
@@ -21,10 +25,44 @@ class Classifier(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        config: Any = model.config
+        self._masks = config.model_type in MASKED
+        self._adds = config._attn_implementation == "eager"  # the mask to the scores; others take true and false
+        for module in model.modules():
+            if hasattr(module, "compute_position_bias"):
+                _on_its_device(module)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        if self._masks:
+            batch = batch | {"attention_mask": self._mask(batch["attention_mask"])}
         logits: Tensor = self.model(**batch).logits
         return logits
+
+    def _mask(self, real: Tensor) -> Tensor:
+        """Of attention, for texts whose tokens are `real`: every token looks at every real one."""
+        seen = real[:, None, None, :].bool()
+        if not self._adds:
+            return seen
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
+
+    def compile_layers(self) -> None:
+        """Compile the layers that the model repeats: one is compiled, for all shapes, and the others are like it."""
+        for stack in self.modules():
+            if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
+                for layer in stack:
+                    layer.compile(dynamic=True)
+
+
+def _on_its_device(module: Any) -> None:
+    """Let MPNet make its positions where it is: transformers up to 5.17 copies them from the CPU."""
+    original = module.compute_position_bias
+
+    def compute_position_bias(x: Tensor, *rest: Any, **named: Any) -> Tensor:
+        with x.device:
+            made: Tensor = original(x, *rest, **named)
+        return made
+
+    module.compute_position_bias = compute_position_bias
 
 
 def build(name: str, classes: int, max_length: int) -> Built:

@@ -18,6 +18,7 @@ from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.fused import Fused
+from gtracer.lab.language import Classifier
 from gtracer.lab.ranks import Ranks
 from gtracer.lab.tasks.task import Split
 from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
@@ -67,7 +68,9 @@ class Run:
         self.optimizer = optimizers.build(config, self.model, **own)
         self.trained: Callable[[Any], Tensor] = self.ranks.wrapped(self.model)
         self.evaluated: Callable[[Any], Tensor] = self.model
-        if config.kernels == "compiled":
+        if config.kernels == "compiled" and isinstance(self.model, Classifier):
+            self.model.compile_layers()
+        elif config.kernels == "compiled":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.trained = torch.compile(self.trained, dynamic=False)
         elif config.kernels == "fused":
