@@ -211,22 +211,29 @@ class TestLanguage:
 
     @pytest.mark.parametrize("kind", language.MASKED)
     @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-    def test_masks_are_those_of_transformers(self, kind, attention):
-        """Handed over in the form that attention wants, they hide what transformers' own hide."""
+    def test_masks_and_positions_are_those_of_transformers(self, kind, attention):
+        """Handed over in the form that attention wants, they hide what transformers' own hide; gradients agree too."""
         transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(kind, vocab_size=10, **SIZES)
         if attention == "sdpa" and kind == "mpnet":
             pytest.skip("MPNet has none")
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(kind, vocab_size=10, **SIZES)
         make = transformers.AutoModelForSequenceClassification
-        model = make.from_config(config, attn_implementation=attention).eval()
+        model = make.from_config(config, attn_implementation=attention).double().eval()
         ids = torch.randint(2, 10, (3, 7))
         mask = (torch.arange(7) < torch.tensor([[7], [4], [1]])).long()
         batch = {"input_ids": ids.masked_fill(mask == 0, config.pad_token_id), "attention_mask": mask}
-        expected = model(**batch).logits
-        found = language.Classifier(model)(batch)
-        torch.testing.assert_close(found, expected)
-        assert not torch.allclose(found, model(input_ids=batch["input_ids"], attention_mask=mask**0).logits, rtol=1e-3)
+
+        def results(called):
+            model.zero_grad()
+            logits = called()
+            logits.square().sum().backward()
+            return [logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+        expected = results(lambda: model(**batch).logits)
+        unmasked = model(input_ids=batch["input_ids"], attention_mask=mask**0).logits
+        torch.testing.assert_close(results(lambda: language.Classifier(model)(batch)), expected)
+        assert not torch.allclose(unmasked, expected[0], rtol=1e-3)
 
     def test_no_model(self):
         with pytest.raises(LabError, match="needs --model"):

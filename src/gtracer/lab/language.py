@@ -30,7 +30,7 @@ class Classifier(nn.Module):
         self._adds = config._attn_implementation == "eager"  # the mask to the scores; others take true and false
         for module in model.modules():
             if hasattr(module, "compute_position_bias"):
-                _on_its_device(module)
+                _share_positions(module)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         if self._masks:
@@ -53,13 +53,16 @@ class Classifier(nn.Module):
                     layer.compile(dynamic=True)
 
 
-def _on_its_device(module: Any) -> None:
-    """Let MPNet make its positions where it is: transformers up to 5.17 copies them from the CPU."""
+def _share_positions(module: Any) -> None:
+    """Let MPNet make its biases by position where it is, and once for all texts of a batch.
+
+    transformers up to 5.17 copies positions from the CPU, and all of its versions repeat the biases for each text.
+    """
     original = module.compute_position_bias
 
     def compute_position_bias(x: Tensor, *rest: Any, **named: Any) -> Tensor:
         with x.device:
-            made: Tensor = original(x, *rest, **named)
+            made: Tensor = original(x[:1], *rest, **named)
         return made
 
     module.compute_position_bias = compute_position_bias
