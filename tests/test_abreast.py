@@ -1,5 +1,7 @@
 """Runs side by side in one process: each as if it were alone. On a GPU: tests/test_gpu.py."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from test_lab_tasks import cifar_pickle
 from test_sweep import stamps, study
 
 from gtracer import cli
-from gtracer.lab.abreast import Abreast, _own_arguments
+from gtracer.lab.abreast import Abreast, Replayed, _own_arguments
 from gtracer.lab.config import Config
 from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT
@@ -123,6 +125,26 @@ def test_cut_and_resumed(tmp_path, turns, monkeypatch):
     assert ends == [None] * len(RUNS)
     assert [r.curves for r in resumed] == [r.curves for r in straight]
     assert not any((folder / CHECKPOINT).exists() for _, folder in cells)
+
+
+def test_ctrl_c_comes_between_turns(tmp_path, monkeypatch):
+    """Not in the middle of a step, which would be made twice: all of them save, and end on the same numbers."""
+    configs = [replace(c, epochs=6) for c in RUNS[:3]]
+    straight, _ = trained(configs, tmp_path / "straight", 3)
+    original, steps = Replayed._step, []
+
+    def step(replayed, *shape):
+        steps.append(shape)
+        if len(steps) == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(replayed, *shape)
+
+    monkeypatch.setattr(Replayed, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        trained(configs, tmp_path / "cut", 3)
+    assert all((tmp_path / "cut" / str(i) / CHECKPOINT).exists() for i in range(3))
+    resumed, _ = trained(configs, tmp_path / "cut", 3)
+    assert [r.curves for r in resumed] == [r.curves for r in straight]
 
 
 def test_a_plain_run_goes_on_from_its_checkpoint(tmp_path):

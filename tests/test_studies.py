@@ -61,6 +61,22 @@ def test_the_study_of_the_posterior_runs():
     assert lines[2].startswith("| 0% wrong | 0 | weights alone |")
 
 
+def test_a_study_with_what_its_search_chose(tmp_path):
+    """Table 3's values for MiniLM are those of the records of its search, whose test data had no say."""
+    search, out = str(STUDIES / "superglue" / "search-minilm.yaml"), tmp_path / "chosen.json"
+    runs = STUDIES.parent / "records" / "superglue" / "search-minilm"
+    printed = study("chosen", search, str(runs), "table3-minilm", "-o", str(out))
+    assert load(str(out)).cells() == load("table3-minilm").cells()
+    assert "RTE: Adam-TRACER {'delta': 0.01, 'rho': '6e-5'}, held out 54.89" in printed
+
+
+def test_a_search_that_was_not_run_chooses_nothing(tmp_path):
+    search = str(STUDIES / "superglue" / "search-minilm.yaml")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        study("chosen", search, str(tmp_path), "table3-minilm", "-o", str(tmp_path / "chosen.json"))
+    assert "has no finished run of 'SAM, ρ 0.003' in setting 'BoolQ'" in caught.value.stderr
+
+
 def test_every_record_that_is_kept_here_can_be_read():
     folders = sorted(path.parent for path in (STUDIES.parent / "records").rglob("record.json"))
     assert len(folders) > 60

@@ -131,6 +131,13 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
         "--workers", type=_at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
     )
     group.add_argument(
+        "--processes",
+        type=_at_least_one,
+        default=1,
+        metavar="N",
+        help="side-by-side: several that share the device and the runs, for many short ones (default: 1)",
+    )
+    group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
     )
     group.add_argument("--cpus", type=_at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
@@ -288,12 +295,13 @@ def _tune(chosen: argparse.Namespace) -> None:
 
 
 def _engine(chosen: argparse.Namespace) -> Any:
-    from gtracer.lab import abreast, cluster, workers
+    from gtracer.lab import abreast, cluster, crowd, workers
 
     if chosen.where == "local":
         return workers.Local(chosen.workers, chosen.retries)
     if chosen.where == "side-by-side":
-        return abreast.Abreast(chosen.workers or abreast.WIDTH)
+        runs = chosen.workers or abreast.WIDTH
+        return crowd.Crowd(chosen.processes, runs) if chosen.processes > 1 else abreast.Abreast(runs)
     return cluster.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run, device_of
-from gtracer.lab.train import record_in
+from gtracer.lab.train import record_in, stop_on_interrupt
 from gtracer.lab.workers import Cell, Event, told
 from gtracer.optim.amortised import PREVIOUS
 from gtracer.optim.two_pass import STEP, TwoPassOptimizer
@@ -34,25 +34,30 @@ class Abreast:
 
     Args:
         width: How many at a time.
+        beside: How many there are on the device, with those of other processes.
     """
 
-    def __init__(self, width: int = WIDTH) -> None:
-        self.width = width
+    def __init__(self, width: int = WIDTH, beside: int | None = None) -> None:
+        self.width, self.beside = width, beside or width
 
-    def __call__(self, cells: list[Cell]) -> Iterator[Event]:
-        """Train all of them. Whoever closes the generator stops them, and they save."""
+    def __call__(self, cells: Iterable[Cell]) -> Iterator[Event]:
+        """Train all of them. Whoever closes the generator stops them, and they save; Ctrl-C does so between turns."""
         torch.backends.cudnn.benchmark = True
-        waiting, lives = deque(cells), list[Generator[Event | None]]()
+        waiting, lives = iter(cells), list[Generator[Event | None]]()
         try:
-            while waiting or lives:
-                while waiting and len(lives) < self.width:
-                    lives.append(_life(*waiting.popleft(), self.width))
-                for life in list(lives):
-                    event = next(life)
-                    if event is not None:
-                        if event.ended:
-                            lives.remove(life)
-                        yield event
+            with stop_on_interrupt() as stopped:
+                while True:
+                    lives += [_life(*cell, self.beside) for cell in islice(waiting, self.width - len(lives))]
+                    if not lives:
+                        return
+                    for life in list(lives):
+                        event = next(life)
+                        if stopped():
+                            raise KeyboardInterrupt
+                        if event is not None:
+                            if event.ended:
+                                lives.remove(life)
+                            yield event
         finally:
             for life in lives:
                 life.close()
