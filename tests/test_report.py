@@ -175,6 +175,19 @@ def test_too_many_lines_are_each_methods_best(tmp_path):
     assert "each method's best" in curves.caption
 
 
+def test_next_to_nothing_does_not_look_like_a_difference(tmp_path):
+    """Runs that differ by a thousandth of a point: the axis still covers a whole one."""
+    fill(Study.from_mapping({"base": {"epochs": 3}, "methods": {"SGD": {"optimizer": "sgd"}}}), tmp_path)
+    (folder,) = (path.parent for path in tmp_path.glob("*/record.json"))
+    content = json.loads((folder / "record.json").read_text())
+    content["curves"]["test_accuracy"] = [0.62172, 0.62172, 0.62173]
+    (folder / "record.json").write_text(json.dumps(content))
+    curves = next(picture for picture in figures.pictures(read(tmp_path)[0]) if picture.name == "epochs")
+    words = [text.strip() for text in ElementTree.fromstring(curves.svg).itertext()]
+    ticks = [float(word) for word in words if re.fullmatch(r"6\d\.\d+", word)]
+    assert max(ticks) - min(ticks) > 0.5
+
+
 def test_an_option_that_is_no_number_makes_no_axis(tmp_path):
     methods = {"TRACER": {"optimizer": "sgd-tracer", "vary": {"engine": ["exact", "finite-difference"]}}}
     fill(Study.from_mapping({"base": {"epochs": 2}, "methods": methods}), tmp_path)

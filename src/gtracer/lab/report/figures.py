@@ -33,6 +33,7 @@ DASHES: tuple[Any, ...] = (
     (0, (8, 4)),
 )
 MOST_LINES = 8
+SPAN = 1.0  # per cent that an axis of curves covers, at the least
 STYLE: dict[str, Any] = {
     "figure.figsize": (6.4, 4.0),
     "figure.constrained_layout.use": True,
@@ -226,6 +227,9 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
             low, high = ([m + sign * s for m, s in zip(y, spread, strict=True)] for sign in (-1, 1))
             drawing.axes.fill_between(x, low, high, color=look["color"], alpha=0.16, linewidth=0)
     drawing.axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    low, high = drawing.axes.get_ylim()
+    if high - low < SPAN:  # a difference that nobody could measure is not to look like one
+        drawing.axes.set_ylim((low + high - SPAN) / 2, (low + high + SPAN) / 2)
     drawing.axes.set(xlabel="epoch", ylabel=label)
     drawing.caption = f"{_capital(label.removesuffix(', %'))}: mean over seeds, in a band of ± standard error."
     _finish(drawing, within, chosen)
