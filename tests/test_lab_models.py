@@ -232,7 +232,7 @@ class TestLanguage:
 
         expected = results(lambda: model(**batch).logits)
         unmasked = model(input_ids=batch["input_ids"], attention_mask=mask**0).logits
-        torch.testing.assert_close(results(lambda: language.Classifier(model)(batch)), expected)
+        torch.testing.assert_close(results(lambda: language.Classifier(model, 7)(batch)), expected)
         assert not torch.allclose(unmasked, expected[0], rtol=1e-3)
 
     def test_no_model(self):

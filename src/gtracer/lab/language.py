@@ -20,11 +20,16 @@ MASKED = ("bert", "mpnet", "roberta")
 
 
 class Classifier(nn.Module):
-    """A transformers model that takes a batch and gives its logits, as every other model here does."""
+    """A transformers model that takes a batch and gives its logits, as every other model here does.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: It.
+        longest: As many tokens as a text can have.
+    """
+
+    def __init__(self, model: nn.Module, longest: int) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.longest = model, longest
         config: Any = model.config
         self._masks = config.model_type in MASKED
         self._adds = config._attn_implementation == "eager"  # the mask to the scores; others take true and false
@@ -47,10 +52,16 @@ class Classifier(nn.Module):
 
     def compile_layers(self) -> None:
         """Compile the layers that the model repeats: one is compiled, for all shapes, and the others are like it."""
-        for stack in self.modules():
-            if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
-                for layer in stack:
-                    layer.compile(dynamic=True)
+        for module in list(self.modules()):
+            for stack in module.children():
+                if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
+                    module.register_forward_pre_hook(self._tell_length)
+                    for layer in stack:
+                        layer.compile(dynamic=True)
+
+    def _tell_length(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Let the compiler know how long a row of attention can be: one that fits is read once for a softmax."""
+        torch._dynamo.mark_dynamic(inputs[0], 1, min=2, max=self.longest)
 
 
 def _share_positions(module: Any) -> None:
@@ -96,7 +107,7 @@ def build(name: str, classes: int, max_length: int) -> Built:
             notes.append(f"{made.cut} of {len(split.inputs)} texts are longer than {limit} tokens and were cut")
         return made
 
-    return Built(Classifier(model), batches, notes)
+    return Built(Classifier(model, limit), batches, notes)
 
 
 def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:

@@ -227,9 +227,9 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
             low, high = ([m + sign * s for m, s in zip(y, spread, strict=True)] for sign in (-1, 1))
             drawing.axes.fill_between(x, low, high, color=look["color"], alpha=0.16, linewidth=0)
     drawing.axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    low, high = drawing.axes.get_ylim()
-    if high - low < SPAN:  # a difference that nobody could measure is not to look like one
-        drawing.axes.set_ylim((low + high - SPAN) / 2, (low + high + SPAN) / 2)
+    bottom, top = drawing.axes.get_ylim()
+    if top - bottom < SPAN:  # a difference that nobody could measure is not to look like one
+        drawing.axes.set_ylim((bottom + top - SPAN) / 2, (bottom + top + SPAN) / 2)
     drawing.axes.set(xlabel="epoch", ylabel=label)
     drawing.caption = f"{_capital(label.removesuffix(', %'))}: mean over seeds, in a band of ± standard error."
     _finish(drawing, within, chosen)
