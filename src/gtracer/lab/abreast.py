@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
         yield from _trained(config, folder, width)
     except Exception as error:
         failure = told(error, folder)
+    gc.collect()  # or its memory on the device would be there until some later time
     yield Event(config, ended=True, failure=failure)
 
 

@@ -23,8 +23,8 @@ class Classifier(nn.Module):
     """A transformers model that takes a batch and gives its logits, as every other model here does.
 
     Args:
-        model: It.
-        longest: As many tokens as a text can have.
+        model: One for sequences.
+        longest: How many tokens a text has at the most.
     """
 
     def __init__(self, model: nn.Module, longest: int) -> None:
