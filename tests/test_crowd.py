@@ -15,6 +15,7 @@ from gtracer.lab.crowd import Crowd
 from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT
 from gtracer.lab.sweep import Shelf
+from gtracer.lab.workers import Process
 
 
 def curves(cells):
@@ -27,8 +28,9 @@ def alone(cells, folder):
     return curves(mine)
 
 
-def test_as_if_alone(tmp_path):
-    """Seven runs by two processes of two: each is handed the next one when one has ended."""
+def test_as_if_alone(tmp_path, monkeypatch):
+    """Seven runs by two processes of two: each is handed the next one when one has ended, and ends by itself."""
+    monkeypatch.setattr(Process, "interrupt", lambda process: pytest.fail("interrupted at its end"))
     cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS[:7])]
     events = list(Crowd(2, 3)(cells))
     assert {event.config: event.failure for event in events if event.ended} == {config: None for config, _ in cells}

@@ -46,7 +46,8 @@ class Crowd:
                 yield Event(config, ended=True, failure="all processes have died")
         finally:
             for member in crew:
-                member.process.interrupt()
+                if member.runs:  # the others are about to end by themselves
+                    member.process.interrupt()
             for member in crew:
                 member.process.end()
 
