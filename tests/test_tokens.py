@@ -246,6 +246,26 @@ def test_compiled_layers_are_the_same_run(tmp_path, tiny):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("tiny", [tiny_bert, tiny_mpnet])
+def test_the_compiler_knows_how_long_a_text_can_be(tmp_path, monkeypatch, tiny):
+    bounds = []
+
+    def backend(graph, inputs):
+        sizes = [x.node for x in inputs if isinstance(x, torch.SymInt)]
+        bounds.extend(size.shape_env.bound_sympy(size.expr).upper for size in sizes)
+        return graph.forward
+
+    original = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **own: original(self, backend=backend, **own))
+    built = language.build(str(tiny(tmp_path)), 2, 40)
+    built.model.compile_layers()
+    batch = built.batches(Split.clean([("good film",), ("bad " * 50,)], torch.tensor([0, 1])), CPU)
+    torch._dynamo.reset()
+    built.model(batch(torch.tensor([0, 1]), 33))
+    assert 40 in bounds
+
+
 def test_cut_and_resumed_with_dropout(tmp_path):
     c = config(tmp_path)
     straight = train(c, tmp_path / "straight", [])
