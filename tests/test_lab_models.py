@@ -194,7 +194,7 @@ class TestLanguage:
             torch.device("cpu"),
         )
         short, long = batch(torch.tensor([0, 2])), batch(torch.tensor([2, 1]))
-        assert short["input_ids"].shape == (2, 32)
+        assert short["input_ids"].shape == (2, 16)
         assert long["input_ids"].shape == (2, 42)
         assert short["attention_mask"].sum(1).tolist() == [4, 3]
         assert long["attention_mask"].sum(1).tolist() == [3, 42]
@@ -232,7 +232,7 @@ class TestLanguage:
 
         expected = results(lambda: model(**batch).logits)
         unmasked = model(input_ids=batch["input_ids"], attention_mask=mask**0).logits
-        torch.testing.assert_close(results(lambda: language.Classifier(model, 7)(batch)), expected)
+        torch.testing.assert_close(results(lambda: language.Classifier(model)(batch)), expected)
         assert not torch.allclose(unmasked, expected[0], rtol=1e-3)
 
     def test_no_model(self):

@@ -136,7 +136,6 @@ class Replayed:
         if isinstance(self.run.optimizer, TwoPassOptimizer):
             self.run.optimizer.nonfinite = "ignore"  # at the end of the epoch is early enough
             self.run.optimizer.phases = config.interval
-        self.lane = Lane(device, self.run.generator, config.seed)
         size, n = config.batch_size, len(self.run.labels)
         self.sizes = [size] * (n // size) + [n % size] * (n % size > 0)
         total = len(self.sizes) * config.epochs
@@ -145,6 +144,8 @@ class Replayed:
         self.order, self.counting = (torch.arange(n, device=device) for _ in range(2))
         self.place, self.count = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         self.sums = torch.zeros(3, dtype=torch.float64, device=device)
+        # Last: what it is to find on the device has been asked for by then.
+        self.lane = Lane(device, self.run.generator, config.seed)
 
     def rest_of_epoch(self) -> Generator[None]:
         """Hand the steps that are left of this epoch to the device, with a pause for others now and then."""

@@ -81,7 +81,9 @@ class Config:
     seed: int = option(0, "of the splits, the wrong labels, the weights and the batches")
     device: str = option("auto", "cpu, cuda, mps, … or auto")
     kernels: str = option(
-        "torch", "torch's; compiled: torch.compile; fused: our own, for a resnet with batch norm on a GPU", KERNELS
+        "torch",
+        "torch's; compiled: torch.compile; fused: our own on a GPU, for a resnet with batch norm or a BERT",
+        KERNELS,
     )
     precision: str = option("fp32", "of the computation; weights are fp32", PRECISIONS)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as experimental
+from torch.nn.functional import linear
 
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import Batch, Built
@@ -17,22 +20,23 @@ from gtracer.lab.tokens import Tokens, tokens
 # Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
 # device, to see whether there is any padding, or copies numbers to it: neither can be captured as a CUDA graph.
 MASKED = ("bert", "mpnet", "roberta")
+# The projections of the attention that kernels of our own can make, by the names that transformers gives them.
+PROJECTIONS = {
+    **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention"), ("query", "key", "value")),
+    "MPNetSelfAttention": ("q", "k", "v"),
+}
 
 
 class Classifier(nn.Module):
-    """A transformers model that takes a batch and gives its logits, as every other model here does.
+    """A transformers model that takes a batch and gives its logits, as every other model here does."""
 
-    Args:
-        model: One for sequences.
-        longest: How many tokens a text has at the most.
-    """
-
-    def __init__(self, model: nn.Module, longest: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.longest = model, longest
+        self.model = model
         config: Any = model.config
         self._masks = config.model_type in MASKED
         self._adds = config._attn_implementation == "eager"  # the mask to the scores; others take true and false
+        self._compiling: Callable[[], AbstractContextManager[Any]] = nullcontext
         for module in model.modules():
             if hasattr(module, "compute_position_bias"):
                 _share_positions(module)
@@ -40,7 +44,8 @@ class Classifier(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         if self._masks:
             batch = batch | {"attention_mask": self._mask(batch["attention_mask"])}
-        logits: Tensor = self.model(**batch).logits
+        with self._compiling():
+            logits: Tensor = self.model(**batch).logits
         return logits
 
     def _mask(self, real: Tensor) -> Tensor:
@@ -52,16 +57,41 @@ class Classifier(nn.Module):
 
     def compile_layers(self) -> None:
         """Compile the layers that the model repeats: one is compiled, for all shapes, and the others are like it."""
+        # Otherwise sizes that happen to be equal, 32 texts of 32 tokens, would be taken for one and the same.
+        self._compiling = partial(experimental.patch, use_duck_shape=False)  # type: ignore[attr-defined]
         for module in list(self.modules()):
             for stack in module.children():
                 if isinstance(stack, nn.ModuleList) and len({type(layer) for layer in stack}) == 1:
-                    module.register_forward_pre_hook(self._tell_length)
                     for layer in stack:
                         layer.compile(dynamic=True)
 
-    def _tell_length(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Let the compiler know how long a row of attention can be: one that fits is read once for a softmax."""
-        torch._dynamo.mark_dynamic(inputs[0], 1, min=2, max=self.longest)
+    def fuse_attention(self) -> None:
+        """Let attention be made by kernels of our own."""
+        if not self._masks:
+            kind = self.model.config.model_type  # type: ignore[union-attr]
+            raise LabError(f"fused kernels are for encoders of the kinds {', '.join(MASKED)}, not {kind}: use compiled")
+        try:
+            from gtracer.lab.attention import attention
+        except ModuleNotFoundError as error:
+            raise LabError(f"fused kernels need {error.name}: pip install triton, or use compiled") from error
+        self._adds = True
+        for module in self.modules():
+            if names := PROJECTIONS.get(type(module).__name__):
+                _attend_by(attention, module, *(getattr(module, name) for name in names))
+
+
+def _attend_by(attention: Callable[..., Tensor], module: Any, *projections: nn.Linear) -> None:
+    """Let the module's attention be made so, its three projections by one product."""
+
+    def forward(x: Tensor, attention_mask: Tensor, position_bias: Tensor | None = None, **_: Any) -> tuple[Any, ...]:
+        weight = torch.cat([projection.weight for projection in projections])
+        made = linear(x, weight, torch.cat([projection.bias for projection in projections]))
+        heads = made.view(*x.shape[:-1], 3, -1, module.attention_head_size)
+        rate = module.dropout.p if module.training else 0.0
+        mixed = attention(heads, attention_mask[:, 0, 0], position_bias, rate).flatten(2)
+        return (module.o(mixed),) if hasattr(module, "o") else (mixed, None)
+
+    module.forward = forward
 
 
 def _share_positions(module: Any) -> None:
@@ -107,7 +137,7 @@ def build(name: str, classes: int, max_length: int) -> Built:
             notes.append(f"{made.cut} of {len(split.inputs)} texts are longer than {limit} tokens and were cut")
         return made
 
-    return Built(Classifier(model, limit), batches, notes)
+    return Built(Classifier(model), batches, notes)
 
 
 def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:

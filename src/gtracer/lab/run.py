@@ -68,8 +68,11 @@ class Run:
         self.optimizer = optimizers.build(config, self.model, **own)
         self.trained: Callable[[Any], Tensor] = self.ranks.wrapped(self.model)
         self.evaluated: Callable[[Any], Tensor] = self.model
-        if config.kernels == "compiled" and isinstance(self.model, Classifier):
-            self.model.compile_layers()
+        if isinstance(self.model, Classifier):
+            if config.kernels == "fused":
+                self.model.fuse_attention()
+            if config.kernels != "torch":
+                self.model.compile_layers()
         elif config.kernels == "compiled":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             self.trained = torch.compile(self.trained, dynamic=False)

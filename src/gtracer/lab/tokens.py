@@ -18,7 +18,7 @@ from gtracer.lab import files
 from gtracer.lab.errors import LabError
 from gtracer.lab.tasks.task import Texts
 
-STEP = 32  # batches are as wide as their longest text, up to a multiple of this: few widths, few CUDA graphs
+STEP = 16  # batches are as wide as their longest text, up to a multiple of this: few widths, few CUDA graphs
 FORMAT = 1  # of what is kept
 WINDOW = 50  # batches among which texts of like length come together
 
