@@ -19,6 +19,7 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
+from gtracer.curvature import hutchinson
 
 
 def weight():
@@ -99,6 +100,13 @@ def test_sam_arguments(name, value):
 )
 def test_penalty_arguments(name, value):
     refused(lambda: TracerPenalty([weight()], **{name: value}), name, value)
+
+
+@pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
+def test_second_moment(cls):
+    refused(lambda: cls([weight()], second_moment="both"), "second_moment", "both")
+    with pytest.raises(ValueError, match="second_moment = 'total' is for squared gradients, got .*Hutchinson"):
+        cls([weight()], second_moment="total", curvature=hutchinson())
 
 
 @pytest.mark.parametrize("make_it", [SGDTracer, AdamTracer, TracerPenalty])

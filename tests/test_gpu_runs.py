@@ -124,13 +124,14 @@ def test_texts_side_by_side(tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("kernels", ["compiled", "fused"])
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
-def test_compiled_texts_side_by_side(tmp_path, kind):
+def test_compiled_texts_side_by_side(tmp_path, kind, kernels):
     """Compiled layers draw dropout's masks otherwise, but the same ones in both passes."""
     texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
     base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16")
     base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind)))
-    compiled = replace(base, kernels="compiled")
+    compiled = replace(base, kernels=kernels)
     cells = [
         (config, tmp_path / config.folder) for config in (base, compiled, replace(compiled, optimizer="adamw-sam"))
     ]

@@ -22,7 +22,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run
-from gtracer.lab.study import Study
+from gtracer.lab.study import Study, load
 from gtracer.lab.sweep import Shelf, run_missing, sweep
 from gtracer.lab.train import train
 from gtracer.lab.workers import Event, Local, Teller
@@ -103,6 +103,24 @@ def test_only_what_is_missing_and_each_as_if_alone(tmp_path):
     sweep(study(), tmp_path / "out", TWO, QUIET)
     after = stamps(tmp_path / "out")
     assert {name for name in after if after[name] != before[name]} == {gone.name}
+
+
+def test_some_settings_of_a_study(tmp_path, capsys):
+    """The others are left for later, and the folder is still the whole study's."""
+    whole = study().to_mapping() | {
+        "settings": {"right": {"label_noise": 0.0}, "half wrong": {"label_noise": 0.5}},
+        "seeds": 1,
+    }
+    path, out = tmp_path / "study.json", tmp_path / "out"
+    path.write_text(json.dumps(whole))
+    assert cli.main(["sweep", str(path), "--out", str(out), "--workers", "1", "--settings", "half wrong"]) == 0
+    made = [Record.read(out / name).config for name in stamps(out)]
+    assert len(made) == len(whole["methods"])
+    assert {config.label_noise for config in made} == {0.5}
+    assert load(str(out / "study.json")).settings == whole["settings"]
+    assert "not run" in capsys.readouterr().out
+    assert cli.main(["sweep", str(path), "--out", str(out), "--settings", "wrong"]) != 0
+    assert "setting 'wrong'" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_found_whatever_its_folder_is_called(tmp_path):

@@ -64,6 +64,39 @@ def test_adam(problem, engine, tolerance, ours, decoupled, arguments, f0, twin_f
     )
 
 
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("arguments", ADAM_ARGUMENTS, ids=str)
+def test_adam_whose_second_moment_has_seen_the_total(problem, arguments):
+    arguments = {"weight_decay": 0.0, **arguments, "second_moment": "total"}
+    knobs = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
+    optimizer, twin = follow(
+        problem,
+        lambda m: AdamTracer(m.parameters(), model=m, engine="exact", **knobs, **arguments),
+        lambda p: AdamTwin(p, **knobs, **arguments),
+        1e-9,
+    )
+    v = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[0]["params"]]
+    assert relative_error(v, twin.v) < 1e-8
+
+
+def test_a_step_is_bounded_where_the_second_moment_has_seen_it():
+    """At a wall, where ∇L grows a hundredfold and ρ∇T a millionfold, Adam's own bound holds; otherwise it does not."""
+
+    def largest_step(**own):
+        w = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        opt = AdamTracer([w], lr=1e-3, rho=1.0, delta=1.0, engine="exact", **own)
+        steps = []
+        for steepness in [0.1] * 50 + [100.0] + [0.1] * 20:
+            before = w.detach().clone()
+            opt.step(lambda steepness=steepness: steepness * (w**2 / 2).sum())
+            steps.append((w.detach() - before).abs().item())
+        return max(steps)
+
+    bound = 1e-3 * (1 - 0.9) / (1 - 0.999) ** 0.5  # Kingma and Ba, section 2.1
+    assert largest_step(second_moment="total") < 1.1 * bound
+    assert largest_step() > 10 * bound
+
+
 class BaseTwin:
     """Feeds the penalised gradient to a torch optimiser."""
 

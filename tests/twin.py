@@ -72,7 +72,9 @@ class AdamTwin:
         rho=0.0,
         delta=1e-2,
         f0=None,
+        second_moment="total",
     ):
+        self.second_moment = second_moment
         self.params, self.lr, self.betas, self.eps = list(params), lr, betas, eps
         self.weight_decay, self.decoupled, self.sign = weight_decay, decoupled, -1.0 if maximize else 1.0
         self.rho, self.delta, self.f0, self.t = rho, delta, f0, 0
@@ -94,6 +96,7 @@ class AdamTwin:
                 if self.decoupled:
                     p -= self.lr * self.weight_decay * p
                 self.m[i] = b1 * self.m[i] + (1 - b1) * (total[i] + ridge)
-                self.v[i] = b2 * self.v[i] + (1 - b2) * (g[i] + ridge) ** 2
+                seen = g[i] if self.second_moment == "loss" else total[i]
+                self.v[i] = b2 * self.v[i] + (1 - b2) * (seen + ridge) ** 2
                 m, v = self.m[i] / (1 - b1**self.t), self.v[i] / (1 - b2**self.t)
                 p -= self.lr * m / (v.sqrt() + self.eps)

@@ -75,6 +75,13 @@ def _add_sweep(commands: Any) -> None:
     )
     sweep.add_argument("--seeds", type=_at_least_one, metavar="N", help="runs for each cell (default: the study's)")
     sweep.add_argument("--epochs", type=_at_least_one, metavar="N", help="passes over the data (default: the study's)")
+    sweep.add_argument(
+        "--settings",
+        nargs="+",
+        default=[],
+        metavar="LABEL",
+        help="run these of the study's settings alone (default: all)",
+    )
     for item in fields(Config):
         if item.name in ("data", "device", "precision", "kernels"):
             text = item.metadata["help"] + ("" if item.name == "data" else " (default: the study's)")
@@ -277,7 +284,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     folder = chosen.out or Path("runs") / Path(chosen.study).stem
     console = Console()
     try:
-        sweep(wanted, folder, _engine(chosen), console)
+        sweep(wanted, folder, _engine(chosen), console, chosen.settings)
     finally:  # what there is of it, also when runs failed or were interrupted
         if folder.is_dir():
             console.print(summary.table(Results(wanted, Shelf.of(folder).all())))

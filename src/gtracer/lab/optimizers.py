@@ -62,9 +62,14 @@ def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer
     """The configuration's optimiser on the model's parameters; with arguments of torch's own, if need be."""
     base, scheme = parsed(config.optimizer)
     params = [p for p in model.parameters() if p.requires_grad]
+    if config.second_moment is not None and (base, scheme) not in (("adam", "tracer"), ("adamw", "tracer")):
+        raise LabError(
+            f"second_moment = {config.second_moment!r} is for adam-tracer and adamw-tracer, not {config.optimizer}"
+        )
     try:
         if scheme == "tracer" and base in OWN:
-            mine = _given(config, *TRACER) | _estimators(config) | (_given(config, "beta") if base == "sgd" else {})
+            mine = _given(config, *TRACER) | _estimators(config)
+            mine |= _given(config, "beta" if base == "sgd" else "second_moment")
             given = _accepted(OWN[base], config) | own
             return OWN[base](params, **given, **mine, interval=config.interval, model=model)
         plain = BASES[base](params, **_accepted(BASES[base], config) | own)

@@ -95,7 +95,7 @@ class Record:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise LabError(f"{path} has format {found!r}, this gtracer reads {FORMAT}: use the version that wrote it")
         try:
-            config = Config.from_mapping(content["config"])
+            config = Config.from_mapping(_as_meant(content["config"]))
             for key, kind in (("environment", dict), ("curves", dict), ("seconds", list), ("peak_memory", int)):
                 if not isinstance(content[key], kind):
                     raise TypeError(f"{key} is {content[key]!r}")
@@ -105,6 +105,13 @@ class Record:
             return read
         except (KeyError, TypeError, AttributeError, LabError) as error:
             raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
+
+
+def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
+    """A configuration from before there was a choice of what feeds Adam-TRACER's second moment: the loss did."""
+    if "second_moment" not in values and values["optimizer"] in ("adam-tracer", "adamw-tracer"):
+        return values | {"second_moment": "loss"}
+    return values
 
 
 def _without_nan(value: Any) -> Any:

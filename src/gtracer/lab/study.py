@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +86,16 @@ class Study:
         for values in itertools.product(*vary.values()):
             yield tuple(zip(vary, values, strict=True)), common | dict(zip(vary, values, strict=True))
 
-    def cells(self) -> list[Config]:
-        """Every run once, seed by seed, so that an early look at the table has something of every cell."""
-        points = self.points()
+    def cells(self, settings: Collection[str] = ()) -> list[Config]:
+        """Every run once, seed by seed, so that an early look at the table has something of every cell.
+
+        Args:
+            settings: The labels of those that are wanted, where not all are.
+        """
+        for label in settings:
+            if label not in self.settings:
+                raise unknown("setting", label, self.settings)
+        points = [point for point in self.points() if not settings or point.setting in settings]
         return list(dict.fromkeys(replace(p.config, seed=seed) for seed in self.seeds for p in points))
 
     def of_paper(self, point: Point) -> list[float] | None:

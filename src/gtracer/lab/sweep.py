@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,15 +21,22 @@ from gtracer.lab.workers import Cell, Event
 Engine = Callable[[list[Cell]], Iterator[Event]]  # trains runs, and tells what becomes of them
 
 
-def sweep(study: Study, folder: Path, engine: Engine, console: Console) -> None:
+def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings: Collection[str] = ()) -> None:
     """Run what the folder does not hold of the study. Finished runs, and those that diverged, are not run again.
+
+    Args:
+        study: What the folder is for.
+        folder: Of the runs.
+        engine: Makes them.
+        console: Is told how far it is.
+        settings: Those of the study that are wanted now; all, if none is named.
 
     Raises:
         LabError: At the start, where the study cannot be run or the folder not be used; at the end, where runs failed
             otherwise than by diverging.
         Interrupted: On Ctrl-C, after the runs under way were saved.
     """
-    cells = study.cells()
+    cells = study.cells(settings)
     for config in dict.fromkeys(replace(config, seed=0) for config in cells):
         check(config)
     with files.locked(folder, "sweep"):

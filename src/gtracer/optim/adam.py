@@ -1,4 +1,4 @@
-"""Adam-TRACER: one second-moment buffer, fed by the loss's curvature, is both f and the preconditioner."""
+"""Adam-TRACER: one second-moment buffer is both f and the preconditioner."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing_extensions import Unpack
 
 from gtracer import checks
 from gtracer.curvature import squares
+from gtracer.optim.clip import OF
 from gtracer.optim.fused import FusedTracer, launchable
 from gtracer.optim.options import Options
 from gtracer.optim.tracer import Params
@@ -70,7 +71,9 @@ def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
 class AdamTracer(FusedTracer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
 
-    With another `curvature` (or `average`) than the squared gradient, that estimate feeds the second moment.
+    A step of Adam's is bounded, whatever the gradients, because its second moment has seen what its first averages. So
+    it is fed by ∇[L + ρT] here, and f is the average of that. With another `curvature` (or `average`) than the squared
+    gradient, that estimate feeds it.
 
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
@@ -80,11 +83,14 @@ class AdamTracer(FusedTracer):
             rate that is to change in the replays must be a tensor.
         rho: ρ, strength of the penalty. May be set per group, as δ and f₀ may.
         delta: δ, damping of the ratio.
+        second_moment: What feeds it: the `"total"`, ∇[L + ρT] (default where F is the squared gradient), or the
+            curvature of the `"loss"` alone, as Algorithm 1 has it for f; where ρ∇T is many times ∇L, so are steps then.
         amsgrad: Refused: its running maximum would part the preconditioner from f.
         **options: See `Options`.
     """
 
     _decoupled = False
+    _settings = (*FusedTracer._settings, "second_moment")
 
     def __init__(
         self,
@@ -100,9 +106,12 @@ class AdamTracer(FusedTracer):
         capturable: bool = False,
         rho: float = RHO,
         delta: float = DELTA,
+        second_moment: str | None = None,
         **options: Unpack[Options],
     ) -> None:
         checks.learning_rate(lr)
+        if second_moment is not None:
+            checks.choice("second_moment", second_moment, OF)
         checks.flag("capturable", capturable)
         checks.betas(betas)
         checks.number("eps", eps, low=0)
@@ -130,6 +139,12 @@ class AdamTracer(FusedTracer):
             capturable=capturable or options.get("compiled", False),  # numbers would be compiled into it
         )
         super().__init__(base, {"rho": rho, "delta": delta}, **options)
+        self.second_moment = second_moment or ("total" if self.curvature.is_default else "loss")
+        if self.second_moment == "total" and not self.curvature.is_default:
+            raise ValueError(
+                f"second_moment = 'total' is for squared gradients, got {self.curvature}: use second_moment='loss', or "
+                "leave curvature and average"
+            )
 
     @property
     def _capturable(self) -> bool:  # type: ignore[override]
@@ -169,6 +184,7 @@ class AdamTracer(FusedTracer):
 
         f0 = None if isinstance(knobs["f0"], str) else knobs["f0"]
         own = {"betas": group["betas"], "lr": group["lr"], "eps": group["eps"], "decay": group["weight_decay"]}
+        own["whole"] = self.second_moment == "total"
         lists = (part.params, part.gradients, exp_avg, v, counts)
         return Launched(*lists, state=new, rho=knobs["rho"], delta=knobs["delta"], f0=f0, **own)
 
@@ -199,6 +215,9 @@ class AdamTracer(FusedTracer):
             if part.curvature is None:
                 sign = -1 if group["maximize"] else 1
                 F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
+        if self.second_moment == "total":
+            # Deviation: f learns of the total, not of ∇L: it bounds the step, and what it bounds it has to have seen.
+            F = squares(total)
         self._run(adam_update_)(
             params,
             total,

@@ -17,6 +17,8 @@ OF = ("total", "loss")
 class Clip:
     """Bounds for the gradient that makes the update. T and f are of the gradient as it was.
 
+    Adam-TRACER's second moment is that of the clipped total, as torch's Adam's would be.
+
     >>> Clip(norm=1.0)
     Clip(norm=1.0, value=None, of='total')
 

@@ -138,13 +138,13 @@ def finish_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, lr, sums,
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
+    AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
-    is to be KEPT, the new one is put in the row behind them. SGD's momentum is `beta1`, its β is `less2`, and `less`
-    is 1 − β.
+    is to be KEPT, the new one is put in the row behind them. The average learns of ∇L, or of the WHOLE total. SGD's
+    momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -166,7 +166,8 @@ def finish_kernel(
             tl.store(at, tl.sum(penalty * penalty))
             tl.store(at + 1, tl.sum(total * total))
             rate = tl.load(lr)
-            second = beta2 * v + less2 * g * g
+            seen = total if WHOLE else g
+            second = beta2 * v + less2 * seen * seen
             if ADAM:
                 count = counted(rows, n, tensor)
                 m = read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL)
@@ -199,7 +200,7 @@ class Launched:
         rho, delta: ρ and δ.
         f0: Of Adam alone: a number, or None for the first gradient. An f that is given holds it already.
         betas: Of the momenta and the averages: what is left of them.
-        options: Of the update: lr, decay, eps, nesterov.
+        options: Of the update: lr, decay, eps, nesterov, whole.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class Launched:
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
         given = (reached, radius, self._rho, rows.addresses, 0.0 if again is None else again, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
-        kind |= {"AGAIN": again is not None, "KEPT": kept is not None}
+        kind |= {"AGAIN": again is not None, "KEPT": kept is not None, "WHOLE": own.get("whole", False)}
         self._launch(finish_kernel, *given, *numbers, aligned=rows.aligned, **kind)
         return sums.sum(0)
 
