@@ -51,6 +51,14 @@ def test_outputs_and_gradients_are_torchs(length, features, biased, dtype):
     assert not results[0][1][mask < 0][:, 1:].any()
 
 
+def test_there_is_no_second_derivative():
+    qkv, mask, bias = problem(8, 8, biased=True)
+    made = attention(qkv.requires_grad_(), mask, bias).square().sum()
+    slopes = torch.autograd.grad(made, [qkv, bias], create_graph=True)
+    with pytest.raises(RuntimeError, match="gtracer.attention_backward"):
+        sum(slope.square().sum() for slope in slopes).backward()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_dropout(biased):
     """Values that are the identity show the weights that are left; gradients are those of the same weights."""

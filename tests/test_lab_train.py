@@ -268,6 +268,17 @@ class TestHoldout:
             train(replace(SMALL, holdout=0.1), tmp_path, [])
 
 
+@pytest.mark.parametrize(("optimizer", "fed"), [("adam-tracer", "loss"), ("adamw-tracer", "loss"), ("adamw", None)])
+def test_a_record_from_before_the_second_moment_was_a_choice(tmp_path, optimizer, fed):
+    """It says what was done then, not what the same words mean now."""
+    Record(replace(SMALL, optimizer=optimizer, rho=None), {}).write(tmp_path)
+    assert Record.read(tmp_path).config.second_moment is None
+    content = json.loads((tmp_path / "record.json").read_text())
+    del content["config"]["second_moment"]
+    (tmp_path / "record.json").write_text(json.dumps(content))
+    assert Record.read(tmp_path).config.second_moment == fed
+
+
 def test_record_has_what_a_reader_needs(tmp_path):
     train(SMALL, tmp_path, [])
     content = json.loads((tmp_path / "record.json").read_text())

@@ -67,7 +67,7 @@ def test_a_study_with_what_its_search_chose(tmp_path):
     runs = STUDIES.parent / "records" / "superglue" / "search-minilm"
     printed = study("chosen", search, str(runs), "table3-minilm", "-o", str(out))
     assert load(str(out)).cells() == load("table3-minilm").cells()
-    assert "RTE: Adam-TRACER {'delta': 0.01, 'rho': '6e-5'}, held out 54.89" in printed
+    assert "RTE: Adam-TRACER {'second_moment': 'loss', 'delta': 0.01, 'rho': '6e-5'}, held out 54.89" in printed
 
 
 def test_a_search_that_was_not_run_chooses_nothing(tmp_path):
@@ -101,6 +101,24 @@ def test_the_results_in_the_docs_are_those_of_the_records():
             assert f"{result.accuracy}{beside}" in readme.replace("*", "")
         made += [line for line in Table(found).markdown().splitlines() if line.startswith("|")]
     assert [line for line in docs if line.startswith("|")] == made
+
+
+def test_the_second_moments_in_the_docs_are_those_of_the_records():
+    """For each of the table's rows the two δ, each at its best ρ by held-out data and beside it."""
+    study = load(str(STUDIES / "digits" / "second-moment.yaml"))
+    found, problems = results.read(STUDIES.parent / "records" / "digits" / "second-moment", study)
+    assert problems == []
+    text = (STUDIES.parent / "docs" / "algorithm.md").read_text().replace("*", "")
+    section = text[text.index("## What feeds") : text.index("## What can go wrong")]
+    seen = {result.point.label: str(result.accuracy) for result in found.all}
+    assert f"Adam has {seen['Adam']} there and SAM {seen['SAM, ρ 1.0']} (ρ 1" in section
+    for name in ("Total", "Loss"):
+        coarse = [f"{name}, δ 0.01, ρ {rho}" for rho in (0.003, 0.01, 0.03)]
+        fine = [f"{name}, δ 1e-6, ρ {rho}" for rho in (("3e-5", "1e-5") if name == "Total" else ("1e-5", "3e-6"))]
+        cells = [seen[label] for label in coarse + fine]
+        best = f"({fine[0].split()[-1]})"
+        row = f"| the {name.lower()} | {cells[0]} | {cells[1]} (0.01) | {cells[2]} | {cells[3]} {best} | {cells[4]} |"
+        assert row in section
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,16 @@ from gtracer.lab.errors import LabError
 
 
 @triton.jit
-def tile(start, tokens, features, L, STEP: tl.constexpr, D: tl.constexpr):
-    """Where the features of these tokens lie, tokens being STEP apart, and which of them there are."""
-    at = start + tokens[:, None] * STEP + features[None, :]
+def place(H):
+    """Of this program: its head among all, its text, and its head among those of the text."""
+    head = tl.program_id(0)  # there may be more of them than there is room for in another dimension
+    return head, (head // H).to(tl.int64), head % H
+
+
+@triton.jit
+def tile(tokens, features, L, STEP: tl.constexpr, D: tl.constexpr):
+    """Where the features of these tokens of a text lie, tokens being STEP apart, and which of them there are."""
+    at = tokens[:, None] * STEP + features[None, :]
     return at, (tokens[:, None] < L) & (features[None, :] < D)
 
 
@@ -52,17 +59,17 @@ def forward_kernel(
     BIASED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of queries of one head: what it gets of the values, and the logarithm of the sum of its weights."""
-    head = tl.program_id(1)
-    b, h = head // H, head % H
+    head, b, h = place(H)
     start = b * L * 3 * WIDTH + h * D
-    m, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
-    at, there = tile(start, m, d, L, 3 * WIDTH, D)
+    q, k, v = q + start, k + start, v + start
+    m, d = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BD)
+    at, there = tile(m, d, L, 3 * WIDTH, D)
     query = tl.load(q + at, mask=there, other=0.0)
     top, total = tl.full((BM,), float("-inf"), tl.float32), tl.zeros((BM,), tl.float32)
     mixed = tl.zeros((BM, BD), tl.float32)
     for first in range(0, L, BN):
         n = first + tl.arange(0, BN)
-        of, real = tile(start, n, d, L, 3 * WIDTH, D)
+        of, real = tile(n, d, L, 3 * WIDTH, D)
         key, value = tl.load(k + of, mask=real, other=0.0), tl.load(v + of, mask=real, other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         s = scored(products, scale, mask, bias, b, h, m[:, None], n[None, :], L, BIASED)
@@ -73,7 +80,8 @@ def forward_kernel(
             p *= dropout(seed, head, m[:, None], n[None, :], L, rate)
         mixed = mixed * less[:, None] + tl.dot(p.to(value.dtype), value, input_precision=PRECISION)
         top = higher
-    at, there = tile(b * L * WIDTH + h * D, m, d, L, WIDTH, D)
+    at, there = tile(m, d, L, WIDTH, D)
+    out += b * L * WIDTH + h * D
     tl.store(out + at, (mixed / total[:, None]).to(query.dtype), mask=there)
     tl.store(lse + head * L + m, top + tl.log(total), mask=m < L)
 
@@ -85,21 +93,23 @@ def query_kernel(
     BIASED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of queries: the gradients by them and by their scores, and Σ grad · out, for the keys' turn."""
-    head = tl.program_id(1)
-    b, h = head // H, head % H
+    head, b, h = place(H)
     start = b * L * 3 * WIDTH + h * D
-    m, d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BD)
-    at, there = tile(b * L * WIDTH + h * D, m, d, L, WIDTH, D)
+    q, k, v = q + start, k + start, v + start
+    m, d = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BD)
+    at, there = tile(m, d, L, WIDTH, D)
+    out, grad = out + b * L * WIDTH + h * D, grad + b * L * WIDTH + h * D
+    slopes += (b * H + h) * L * L
     g = tl.load(grad + at, mask=there, other=0.0)
     mean = tl.sum(g.to(tl.float32) * tl.load(out + at, mask=there, other=0.0).to(tl.float32), 1)
     tl.store(delta + head * L + m, mean, mask=m < L)
     log = tl.load(lse + head * L + m, mask=m < L, other=float("inf"))
-    at, there = tile(start, m, d, L, 3 * WIDTH, D)
+    at, there = tile(m, d, L, 3 * WIDTH, D)
     query = tl.load(q + at, mask=there, other=0.0)
     total = tl.zeros((BM, BD), tl.float32)
     for first in range(0, L, BN):
         n = first + tl.arange(0, BN)
-        of, real = tile(start, n, d, L, 3 * WIDTH, D)
+        of, real = tile(n, d, L, 3 * WIDTH, D)
         key, value = tl.load(k + of, mask=real, other=0.0), tl.load(v + of, mask=real, other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         s = scored(products, scale, mask, bias, b, h, m[:, None], n[None, :], L, BIASED)
@@ -109,9 +119,9 @@ def query_kernel(
         ds = tl.exp(s - log[:, None]) * (dp - mean[:, None])
         if BIASED:
             inside = (m[:, None] < L) & (n[None, :] < L)
-            tl.store(slopes + (head * L + m[:, None]) * L + n[None, :], ds.to(query.dtype), mask=inside)
+            tl.store(slopes + m[:, None] * L + n[None, :], ds.to(query.dtype), mask=inside)
         total += tl.dot(ds.to(key.dtype), key, input_precision=PRECISION)
-    tl.store(dq + at, (total * scale).to(query.dtype), mask=there)
+    tl.store(dq + start + at, (total * scale).to(query.dtype), mask=there)
 
 
 @triton.jit
@@ -121,18 +131,19 @@ def key_kernel(
     BIASED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block of keys: the gradients by them and by their values. Scores have keys for rows here."""
-    head = tl.program_id(1)
-    b, h = head // H, head % H
+    head, b, h = place(H)
     start = b * L * 3 * WIDTH + h * D
-    n, d = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BD)
-    at, there = tile(start, n, d, L, 3 * WIDTH, D)
+    q, k, v = q + start, k + start, v + start
+    n, d = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    at, there = tile(n, d, L, 3 * WIDTH, D)
     key, value = tl.load(k + at, mask=there, other=0.0), tl.load(v + at, mask=there, other=0.0)
+    grad += b * L * WIDTH + h * D
     by_key, by_value = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BD), tl.float32)
     for first in range(0, L, BM):
         m = first + tl.arange(0, BM)
-        of, real = tile(start, m, d, L, 3 * WIDTH, D)
+        of, real = tile(m, d, L, 3 * WIDTH, D)
         query = tl.load(q + of, mask=real, other=0.0)
-        of, real = tile(b * L * WIDTH + h * D, m, d, L, WIDTH, D)
+        of, real = tile(m, d, L, WIDTH, D)
         g = tl.load(grad + of, mask=real, other=0.0)
         log = tl.load(lse + head * L + m, mask=m < L, other=float("inf"))  # a query that is not there has no weights
         mean = tl.load(delta + head * L + m, mask=m < L, other=0.0)
@@ -147,8 +158,8 @@ def key_kernel(
         by_value += tl.dot(kept.to(g.dtype), g, input_precision=PRECISION)
         ds = p * (dp - mean[None, :])
         by_key += tl.dot(ds.to(query.dtype), query, input_precision=PRECISION)
-    tl.store(dk + at, (by_key * scale).to(key.dtype), mask=there)
-    tl.store(dv + at, by_value.to(key.dtype), mask=there)
+    tl.store(dk + start + at, (by_key * scale).to(key.dtype), mask=there)
+    tl.store(dv + start + at, by_value.to(key.dtype), mask=there)
 
 
 class Launch:
@@ -170,7 +181,7 @@ class Launch:
 
     def __call__(self, kernel, over: str, blocks: dict[str, int], *outputs: Tensor) -> None:
         """Launch it over blocks of queries or of keys."""
-        grid = (triton.cdiv(self.length, blocks[over]), self.texts * self.heads)
+        grid = (self.texts * self.heads, triton.cdiv(self.length, blocks[over]))
         kernel[grid](*self.inputs, *outputs, *self.sizes, **self.known, **blocks)
 
     def forward(self, out: Tensor, lse: Tensor) -> None:

@@ -109,9 +109,8 @@ class Record:
 
 def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
     """A configuration from before there was a choice of what feeds Adam-TRACER's second moment: the loss did."""
-    if "second_moment" not in values and values["optimizer"] in ("adam-tracer", "adamw-tracer"):
-        return values | {"second_moment": "loss"}
-    return values
+    older = "second_moment" not in values and values.get("optimizer") in ("adam-tracer", "adamw-tracer")
+    return values | {"second_moment": "loss"} if older else values
 
 
 def _without_nan(value: Any) -> Any:

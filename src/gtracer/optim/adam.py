@@ -73,7 +73,7 @@ class AdamTracer(FusedTracer):
 
     A step of Adam's is bounded, whatever the gradients, because its second moment has seen what its first averages. So
     it is fed by ∇[L + ρT] here, and f is the average of that. With another `curvature` (or `average`) than the squared
-    gradient, that estimate feeds it.
+    gradient, and with `step(penalty="each")`, that estimate feeds it; `Tracer(torch.optim.Adam(…))` has one for each.
 
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
@@ -215,7 +215,7 @@ class AdamTracer(FusedTracer):
             if part.curvature is None:
                 sign = -1 if group["maximize"] else 1
                 F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
-        if self.second_moment == "total":
+        if self.second_moment == "total" and part.curvature is None:
             # Deviation: f learns of the total, not of ∇L: it bounds the step, and what it bounds it has to have seen.
             F = squares(total)
         self._run(adam_update_)(
