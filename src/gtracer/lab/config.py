@@ -72,7 +72,7 @@ class Config:
     share: float = option(1.0, "of the batch that TRACER's second pass sees")
     preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
     eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
-    second_moment: str | None = option(None, "what feeds Adam-TRACER's: the gradient of the loss, or the total")
+    second_moment: str | None = option(None, "what feeds Adam-TRACER's: total (∇[L + ρT]) or loss (∇L alone)")
     scale_free: bool = option(False, "TRACER: measure weights before batch norm by their direction")
     rho_warmup: float = option(0.0, "share of the steps over which ρ rises to its value")
     epochs: int = option(100, "passes over the training data")
