@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from test_lab_models import SIZES
+from test_lab_models import SIZES, tiny_bert
 from torch.nn.functional import scaled_dot_product_attention
 
 from gtracer.lab import language
+from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
+from gtracer.lab.run import Run
 
 pytest.importorskip("triton")
 from gtracer.lab.attention import attention
@@ -137,15 +139,26 @@ def test_compiled_once_for_all_layers_and_models(kind):
     for seed in range(2):
         classifier, batch = encoder(kind, seed, dropout=0.1)
         classifier.fuse_attention()
-        expected = classifier.eval()(batch)
+        parts = [{name: value[:, :width] for name, value in batch.items()} for width in (3, 5)]
+        with torch.no_grad():
+            expected = [classifier.eval()(part) for part in parts]
         classifier.compile_layers()
-        torch.testing.assert_close(classifier(batch), expected, rtol=1e-3, atol=1e-5)
-        for width in (3, 5):
-            part = {name: value[:, :width] for name, value in batch.items()}
-            classifier.train()(part).square().sum().backward()
+        for part, logits in zip(parts, expected, strict=True):
             with torch.no_grad():
-                classifier.eval()(part)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3  # evaluation with gradients too
+                torch.testing.assert_close(classifier.eval()(part), logits, rtol=1e-3, atol=1e-5)
+            classifier.train()(part).square().sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize(("kernels", "ours", "compiled"), [("torch", 0, 0), ("compiled", 0, 2), ("fused", 2, 2)])
+def test_runs_have_the_kernels_that_were_asked_for(tmp_path, monkeypatch, kernels, ours, compiled):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "films.csv").write_text("text,label\n" + "good film,1\nbad film,0\n" * 5)
+    run = Run(Config(task=str(tmp_path / "films.csv"), model=str(tiny_bert(tmp_path / "bert")), kernels=kernels))
+    modules = list(run.model.modules())
+    assert sum(type(m).__name__ == "BertSelfAttention" and "forward" in vars(m) for m in modules) == ours
+    assert sum(type(m).__name__ == "BertLayer" and m._compiled_call_impl is not None for m in modules) == compiled
 
 
 def test_other_encoders_are_refused():
