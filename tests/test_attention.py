@@ -129,6 +129,17 @@ def test_encoders_are_those_of_transformers(kind):
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.parametrize("kind", language.MASKED)
+def test_encoders_drop_weights_in_training_alone(kind):
+    classifier, batch = encoder(kind)
+    for module in classifier.modules():
+        if type(module).__name__ in language.PROJECTIONS:
+            module.dropout.p = 0.5
+    classifier.fuse_attention()
+    assert torch.equal(classifier.eval()(batch), classifier(batch))
+    assert not torch.equal(classifier.train()(batch), classifier(batch))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("kind", language.MASKED)

@@ -80,8 +80,8 @@ CASES = {
     "every third step, reused": {"interval": 3, "reuse": 0.5},
     "no penalty at first": {"rho": 0.0},
 }
-ADAM = {"Adam": {"cls": AdamTracer}, "no memory": {"betas": (0.0, 0.5)}, "total": {"second_moment": "total"}}
-ADAM["total, every third step, reused"] = {"second_moment": "total", "interval": 3, "reuse": 0.5}
+ADAM = {"Adam": {"cls": AdamTracer}, "no memory": {"betas": (0.0, 0.5)}, "loss": {"second_moment": "loss"}}
+ADAM["loss, every third step, reused"] = {"second_moment": "loss", "interval": 3, "reuse": 0.5}
 SGD = {
     "no momentum": {"cls": SGDTracer},
     "weight decay": {**MOMENTUM, "weight_decay": 0.1},

@@ -372,11 +372,11 @@ def test_every_knob_reaches_the_optimiser():
         replace(SMALL, optimizer="adam-tracer", betas=(0.8, 0.9), eps=1e-4, rho=0.1), nn.Linear(2, 2)
     )
     assert (adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]) == ((0.8, 0.9), 1e-4)
-    total = replace(SMALL, optimizer="adamw-tracer", second_moment="total")
-    assert optimizers.build(total, nn.Linear(2, 2)).second_moment == "total"
+    fed = replace(SMALL, optimizer="adamw-tracer", second_moment="loss")
+    assert optimizers.build(fed, nn.Linear(2, 2)).second_moment == "loss"
     for other in ("adamw", "adam-sam", "sgd-tracer", "rmsprop-tracer"):
-        with pytest.raises(LabError, match=f"second_moment = 'total' is for adam-tracer .*, not {other}"):
-            optimizers.build(replace(total, optimizer=other), nn.Linear(2, 2))
+        with pytest.raises(LabError, match=f"second_moment = 'loss' is for adam-tracer .*, not {other}"):
+            optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
     assert asam.eta == 0.7
 

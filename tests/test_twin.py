@@ -66,8 +66,8 @@ def test_adam(problem, engine, tolerance, ours, decoupled, arguments, f0, twin_f
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("arguments", ADAM_ARGUMENTS, ids=str)
-def test_adam_whose_second_moment_has_seen_the_total(problem, arguments):
-    arguments = {"weight_decay": 0.0, **arguments, "second_moment": "total"}
+def test_adam_whose_second_moment_has_seen_the_loss_alone(problem, arguments):
+    arguments = {"weight_decay": 0.0, **arguments, "second_moment": "loss"}
     knobs = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
     optimizer, twin = follow(
         problem,
