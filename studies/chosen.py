@@ -24,7 +24,7 @@ from gtracer.lab.sweep import Shelf
 
 def accuracy(point: Point, search: Study, there: Shelf) -> float:
     """On held-out data, mean over the seeds that were run; a run that diverged has learnt nothing."""
-    made = [there.records[cell.cell][0] for cell in point.cells(search.seeds) if there.has(cell)]
+    made = [there.records[cell.cell][0] for cell in point.cells() if there.has(cell)]
     if not made:
         raise LabError(f"{there.folder} has no finished run of {point.label!r} in setting {point.setting!r}")
     return statistics.mean(record.curves["holdout_accuracy"][-1] if record.finished else 0.0 for record in made)

@@ -54,6 +54,17 @@ def test_points_and_cells():
     assert small.of_paper(small.points()[0]) is None
 
 
+def test_a_setting_with_seeds_of_its_own():
+    settings = SMALL["settings"] | {"noisy": SMALL["settings"]["noisy"] | {"seeds": [7, 8, 9]}}
+    mine = Study.from_mapping(SMALL | {"settings": settings})
+    assert [p.seeds for p in mine.points()] == [(0, 1)] * 4 + [(7, 8, 9)] * 4
+    assert [c.seed for c in mine.cells()] == [0] * 4 + [7] * 4 + [1] * 4 + [8] * 4 + [9] * 4
+    assert {c.label_noise for c in mine.cells() if c.seed > 1} == {0.5}
+    assert [c.seed for c in mine.changed(seeds=1).cells()] == [0] * 8
+    assert mine.changed(epochs=7).points()[4].seeds == (7, 8, 9)
+    assert Study.from_mapping(mine.to_mapping()) == mine
+
+
 def test_a_run_that_two_methods_share_is_made_once():
     methods = {"a": {"optimizer": "sgd"}, "b": {"optimizer": "sgd", "lr": Config().lr}}
     twice = SMALL | {"methods": methods, "paper": {}}
@@ -90,6 +101,7 @@ def test_options_that_override_all_others():
         ([], "a study is a mapping"),
         ({"method": {}}, "unknown key of a study 'method': did you mean methods?"),
         ({"methods": {}}, "needs methods"),
+        ({"settings": {"clean": {}, "noisy": {"seeds": 0}}}, "seeds must be"),
         ({"methods": ["sgd"]}, "methods must be a mapping, got"),
         ({"methods": {"SGD": "sgd"}}, "methods: 'SGD' must be a mapping of options, got 'sgd'"),
         ({"methods": {"SGD": {"optimiser": "sgd"}}}, "unknown configuration key 'optimiser': did you mean optimizer?"),

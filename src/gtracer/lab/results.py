@@ -50,7 +50,6 @@ class Result:
     """A point of the study with the records there are of it."""
 
     point: Point
-    seeds: tuple[int, ...]  # wanted
     records: tuple[Record, ...]  # in any state, by seed
     paper: tuple[float, float] | None
 
@@ -68,7 +67,7 @@ class Result:
 
         A mean over the runs that did not diverge would flatter the method: it is always said how many did.
         """
-        wanted = len(self.seeds)
+        wanted = len(self.point.seeds)
         counts = {
             "diverged": self.diverged,
             "unfinished": len(self.records) - len(self.finished) - self.diverged,
@@ -135,10 +134,10 @@ class Results:
         self.all = [self._result(point, by_cell) for point in of.points()]
 
     def _result(self, point: Point, by_cell: dict[Config, Record]) -> Result:
-        cells = [config.cell for config in point.cells(self.study.seeds)]
+        cells = [config.cell for config in point.cells()]
         found = tuple(by_cell[cell] for cell in cells if cell in by_cell)
         paper = self.study.of_paper(point)
-        return Result(point, self.study.seeds, found, None if paper is None else (paper[0], paper[1]))
+        return Result(point, found, None if paper is None else (paper[0], paper[1]))
 
     def within(self, setting: str) -> list[Result]:
         return [result for result in self.all if result.point.setting == setting]

@@ -29,6 +29,7 @@ class Point:
     setting: str
     varied: tuple[tuple[str, Any], ...]  # the options that the study varies, and their values here
     config: Config  # with the first seed
+    seeds: tuple[int, ...] = (0,)
 
     @property
     def label(self) -> str:
@@ -39,9 +40,9 @@ class Point:
         """
         return ", ".join([self.method, *(f"{SYMBOLS.get(name, name)} {value}" for name, value in self.varied)])
 
-    def cells(self, seeds: tuple[int, ...]) -> list[Config]:
+    def cells(self) -> list[Config]:
         """The runs that make it."""
-        return [replace(self.config, seed=seed) for seed in seeds]
+        return [replace(self.config, seed=seed) for seed in self.seeds]
 
 
 SYMBOLS = {"rho": "ρ", "delta": "δ", "beta": "β", "eta": "η"}
@@ -56,7 +57,7 @@ class Study:
         about: What a reader should know.
         base: Options of `gtracer train` that all runs share.
         seeds: One run each.
-        settings: Columns: a label, and the options that make it.
+        settings: Columns: a label, and the options that make it; `seeds` of its own among them.
         methods: Rows: a label and its options; under `vary` lists of values, each of which is a point of its own; under
             `in` a setting's label with options for it alone.
         paper: A method's label, a setting's label, and [accuracy, standard error] in per cent.
@@ -73,16 +74,20 @@ class Study:
     def points(self) -> list[Point]:
         """Every cell of the table, setting by setting."""
         return [
-            Point(method, setting, varied, Config.from_mapping(values))
-            for setting in self.settings
+            Point(method, setting, varied, Config.from_mapping(values | {"seed": seeds[0]}), seeds)
+            for setting, seeds in self._seeds().items()
             for method in self.methods
             for varied, values in self._variants(method, setting)
         ]
 
+    def _seeds(self) -> dict[str, tuple[int, ...]]:
+        """Of each setting: its own, or the study's."""
+        return {label: _seeds(options.get("seeds", list(self.seeds))) for label, options in self.settings.items()}
+
     def _variants(self, method: str, setting: str) -> Iterator[tuple[tuple[tuple[str, Any], ...], dict[str, Any]]]:
         own = dict(self.methods[method])
         vary, special = own.pop("vary", {}), own.pop("in", {}).get(setting, {})
-        common = self.base | self.settings[setting] | own | special | {"seed": self.seeds[0]}
+        common = self.base | _without(self.settings[setting], {"seeds": None}) | own | special
         for values in itertools.product(*vary.values()):
             yield tuple(zip(vary, values, strict=True)), common | dict(zip(vary, values, strict=True))
 
@@ -96,7 +101,8 @@ class Study:
             if label not in self.settings:
                 raise unknown("setting", label, self.settings)
         points = [point for point in self.points() if not settings or point.setting in settings]
-        return list(dict.fromkeys(replace(p.config, seed=seed) for seed in self.seeds for p in points))
+        rounds = itertools.zip_longest(*(point.cells() for point in points))
+        return list(dict.fromkeys(config for cells in rounds for config in cells if config is not None))
 
     def of_paper(self, point: Point) -> list[float] | None:
         """The paper's accuracy and standard error, where it has them. A method that is varied has no single one."""
@@ -105,7 +111,8 @@ class Study:
     def changed(self, *, seeds: int | None = None, **options: Any) -> Study:
         """With so many seeds, and options (those not None) that override all others."""
         given = {name: value for name, value in options.items() if value is not None}
-        settings = {label: values | given for label, values in self.settings.items()}
+        of_own = {} if seeds is None else {"seeds": None}
+        settings = {label: _without(values, of_own) | given for label, values in self.settings.items()}
         methods = {label: _without(values, given) for label, values in self.methods.items()}
         return Study.from_mapping(
             self.to_mapping() | {"settings": settings, "methods": methods, "seeds": seeds or list(self.seeds)}

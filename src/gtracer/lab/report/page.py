@@ -51,7 +51,8 @@ def render(results: Results, table: Table, pictures: list[Picture], strangers: i
 def _facts(results: Results) -> list[str]:
     wanted = len(results.study.cells())
     finished = sum(record.finished for record in records(results))
-    counts = {"method": results.study.methods, "setting": results.study.settings, "seed": results.study.seeds}
+    seeds = max((result.point.seeds for result in results.all), key=len)
+    counts = {"method": results.study.methods, "setting": results.study.settings, "seed": seeds}
     told = [f"{len(several)} {what}{'s' * (len(several) != 1)}" for what, several in counts.items()]
     if len(results.study.settings) == 1:
         told[1] = next(iter(results.study.settings))
