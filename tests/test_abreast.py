@@ -2,6 +2,7 @@
 
 import os
 import signal
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,36 @@ def test_one_that_diverges_or_fails_does_not_disturb_its_neighbours(tmp_path):
     assert Record.read(tmp_path / "1").failure == ends[wild]
     assert Record.read(tmp_path / "0").curves == alone[0].curves
     assert Record.read(tmp_path / "3").curves == alone[2].curves
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 3])
+def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monkeypatch):
+    """There is room for so many in their second epoch. No run is asked for before one of four has ended."""
+    monkeypatch.setattr("gtracer.lab.abreast.SAVE_SECONDS", 0)
+    plain, together, ended = Replayed.rest_of_epoch, weakref.WeakSet(), []
+
+    def crowded(self):
+        together.add(self)
+        if self.run.epoch == 1 and len(together) > room:
+            raise torch.OutOfMemoryError("none left")
+        yield from plain(self)
+
+    def handed():
+        for index, cell in enumerate(cells):
+            assert index < 4 + len(ended)
+            yield cell
+
+    alone, _ = trained(RUNS, tmp_path / "alone", 1)
+    monkeypatch.setattr(Replayed, "rest_of_epoch", crowded)
+    cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS)]
+    for event in Abreast(4)(handed()):
+        ended += [event] if event.ended else []
+    assert sorted(map(str, (event.config for event in ended))) == sorted(map(str, RUNS))
+    if not room:  # alone there is nobody to wait for
+        assert all(event.failure.startswith("OutOfMemoryError: none left") for event in ended)
+        return
+    assert [event.failure for event in ended] == [None] * len(RUNS)
+    assert [Record.read(folder).curves for _, folder in cells] == [record.curves for record in alone]
 
 
 @pytest.mark.parametrize("turns", [3, 9, 14])

@@ -30,8 +30,14 @@ TURN = 8  # steps that a run hands to the device before the next one's turn
 SAVE_SECONDS = 30.0  # a checkpoint takes as long as some steps
 
 
+class Full(Event):
+    """The end of a run for which there was no memory."""
+
+
 class Abreast:
     """Trains runs side by side on one device, in turns, each as it would be trained alone.
+
+    One that finds no memory left beside the others waits until one of them has ended, and goes on from its checkpoint.
 
     Args:
         width: How many at a time.
@@ -44,20 +50,28 @@ class Abreast:
     def __call__(self, cells: Iterable[Cell]) -> Iterator[Event]:
         """Train all of them. Whoever closes the generator stops them, and they save; Ctrl-C does so between turns."""
         torch.backends.cudnn.benchmark = True
-        waiting, lives = iter(cells), list[Generator[Event | None]]()
+        width, waiting, postponed = self.width, iter(cells), list[Cell]()
+        lives = dict[Generator[Event | None], Cell]()
         try:
             with stop_on_interrupt() as stopped:
                 while True:
-                    lives += [_life(*cell, self.beside) for cell in islice(waiting, self.width - len(lives))]
+                    free = width - len(lives)
+                    again, postponed = postponed[:free], postponed[free:]
+                    lives |= {_life(*cell, self.beside): cell for cell in again}
+                    lives |= {_life(*cell, self.beside): cell for cell in islice(waiting, free - len(again))}
                     if not lives:
                         return
-                    for life in list(lives):
+                    for life, cell in list(lives.items()):
                         event = next(life)
                         if stopped():
                             raise KeyboardInterrupt
-                        if event is not None:
-                            if event.ended:
-                                lives.remove(life)
+                        if event is None:
+                            continue
+                        if event.ended:
+                            del lives[life]
+                        if isinstance(event, Full) and lives:
+                            width, postponed = len(lives), [*postponed, cell]
+                        else:
                             yield event
         finally:
             for life in lives:
@@ -66,13 +80,16 @@ class Abreast:
 
 def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
     """One run from beginning to end, a few steps at a time; whatever befalls it befalls it alone."""
-    failure = None
+    kind, failure = Event, None
     try:
         yield from _trained(config, folder, width)
     except Exception as error:
         failure = told(error, folder)
+        kind = Full if isinstance(error, torch.OutOfMemoryError) else Event
     gc.collect()  # or its memory on the device would be there until some later time
-    yield Event(config, ended=True, failure=failure)
+    if kind is Full:
+        torch.cuda.empty_cache()  # what it held is for its neighbours, in other processes too
+    yield kind(config, ended=True, failure=failure)
 
 
 def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None]:
