@@ -25,7 +25,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT, Run, learning_rate_factor
-from gtracer.lab.train import train
+from gtracer.lab.train import record_in, train
 from gtracer.lab.watch import TensorBoard
 
 SMALL = Config(label_noise=0.5, epochs=3, width=16, rho=0.01, batch_size=256)
@@ -442,6 +442,18 @@ class TestBadInput:
         train(SMALL, tmp_path, [])
         with pytest.raises(LabError, match=r"another run \(lr 0\.02, not 0\.5\)"):
             train(replace(SMALL, lr=0.5), tmp_path, [])
+
+    def test_a_run_may_go_on_with_other_kernels(self, tmp_path):
+        """They are the machine's business, and the record tells of it."""
+        with pytest.raises(Interrupted):
+            train(SMALL, tmp_path, [StopAfter(6)])
+        other = replace(SMALL, kernels="compiled")
+        with pytest.raises(LabError, match="go on with gtracer train --resume"):
+            train(other, tmp_path, [])
+        assert record_in(tmp_path, SMALL, resume=True).notes == []
+        record = record_in(tmp_path, other, resume=True)
+        assert record.notes == ["kernels torch at first, compiled later"]
+        assert record.config == SMALL
 
     def test_finished_is_not_run_again(self, tmp_path):
         before = train(SMALL, tmp_path, [])

@@ -91,7 +91,8 @@ def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
             raise LabError(f"{folder} holds no {NAME}: there is nothing to resume")
         return None
     record = Record.read(folder)
-    ours, theirs = config.to_mapping() | {"data": None}, record.config.to_mapping()
+    theirs = record.config.to_mapping()
+    ours = config.to_mapping() | {"data": None, "kernels": theirs["kernels"]}
     other = [f"{name} {theirs[name]!r}, not {ours[name]!r}" for name in ours if ours[name] != theirs[name]]
     if other:
         raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
@@ -99,6 +100,8 @@ def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
         raise DivergedError(record.failure)
     if not record.finished and not resume:
         raise LabError(f"{folder} holds this run, unfinished: go on with gtracer train --resume {folder}")
+    if not record.finished and config.kernels != theirs["kernels"]:
+        record.notes.append(f"kernels {theirs['kernels']} at first, {config.kernels} later")
     return record
 
 
