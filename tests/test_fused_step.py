@@ -79,8 +79,13 @@ CASES = {
     "every third step": {"interval": 3},
     "every third step, reused": {"interval": 3, "reuse": 0.5},
     "no penalty at first": {"rho": 0.0},
+    "clipped": {"clip": Clip(norm=0.3)},
+    "clipped, two groups": {"clip": Clip(norm=0.3), "groups": True},
+    "clipped, every third step, reused": {"clip": Clip(norm=0.3), "interval": 3, "reuse": 0.5},
+    "clipped where it is longer": {"clip": Clip(norm=0.5)},
 }
 ADAM = {"Adam": {"cls": AdamTracer}, "no memory": {"betas": (0.0, 0.5)}, "loss": {"second_moment": "loss"}}
+ADAM["loss, clipped"] = {"second_moment": "loss", "clip": Clip(norm=0.3)}
 ADAM["loss, every third step, reused"] = {"second_moment": "loss", "interval": 3, "reuse": 0.5}
 SGD = {
     "no momentum": {"cls": SGDTracer},
@@ -107,7 +112,9 @@ def test_the_same_step(name, finished):
 @pytest.mark.parametrize(
     "own",
     [
-        {"clip": Clip(norm=1.0)},
+        {"clip": Clip(norm=0.3, of="loss")},
+        {"clip": Clip(value=0.1)},
+        {"clip": Clip(norm=0.3, value=0.1)},
         {"scale_free": True},
         {"words": {"penalty": "each"}, "steps": 1},
         {"cls": AdamTracer, "weight_decay": 0.1},
@@ -236,8 +243,8 @@ def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
     command = [sys.executable, str(Path(__file__).parent / "kernels_for_a_gpu.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    # A thread has 16 numbers of each tensor: g and v; p too; ρ∇T's gradients and the momentum as well.
-    lists = {"reach": 2, "displace": 3, "finish": 5}
+    # A thread has 16 numbers of each tensor: g and v; p too; g and the second pass's; all of these and the momentum.
+    lists = {"reach": 2, "displace": 3, "total": 2, "finish": 5}
     expected = [
         f"{name} {kind} {aligned} {4 * lists[name] if aligned else 0}"
         for name in lists

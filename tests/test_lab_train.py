@@ -381,6 +381,22 @@ def test_every_knob_reaches_the_optimiser():
     assert asam.eta == 0.7
 
 
+@pytest.mark.parametrize("name", ["sgd", "sgd-sam", "sgd-tracer"])
+def test_a_gradient_that_is_too_long_is_clipped(name):
+    """What moves the weights is as long as it may be, and as it would have been where that is less."""
+
+    def moved(clip):
+        run = Run(replace(SMALL, optimizer=name, momentum=0.0, lr=0.5, schedule="constant", clip=clip))
+        before = [p.detach().clone() for p in run.model.parameters()]
+        next(iter(run.rest_of_epoch()))
+        return torch.cat([(b - p).flatten() for b, p in zip(before, run.model.parameters(), strict=True)]).detach()
+
+    free = moved(None)
+    assert free.norm() > 0.05
+    torch.testing.assert_close(moved(0.1), free * 0.05 / free.norm())
+    assert torch.equal(moved(1e3), free)
+
+
 def test_exact_engine_trains_alike(tmp_path):
     """Central difference of small radius against double backward: the same curves within float32."""
     exact = train(replace(SMALL, engine="exact", model="mlp"), tmp_path / "a", [])

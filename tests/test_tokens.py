@@ -256,12 +256,13 @@ def test_cut_and_resumed_with_dropout(tmp_path):
     assert Record.read(tmp_path / "cut").curves["train_loss"] == pytest.approx(straight.curves["train_loss"], rel=1e-3)
 
 
-def test_hugging_faces_trainer_makes_the_same_steps(tmp_path):
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_hugging_faces_trainer_makes_the_same_steps(tmp_path, clip):
     """The lab's loop and `TracerTrainer`, on the same batches: the same losses and weights, step for step."""
     pytest.importorskip("accelerate")
     from gtracer.integrations.transformers import TracerTrainer
 
-    run = Run(replace(config(tmp_path), epochs=2))
+    run = Run(replace(config(tmp_path), epochs=2, clip=clip))
     start, losses, batches = copy.deepcopy(run.model.model), [], []
     for layer in [*run.model.modules(), *start.modules()]:
         if isinstance(layer, torch.nn.Dropout):
@@ -275,7 +276,7 @@ def test_hugging_faces_trainer_makes_the_same_steps(tmp_path):
         def get_train_dataloader(self):
             return [inputs | {"labels": labels} for inputs, labels in batches]
 
-    words = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    words = {"lr_scheduler_type": "linear", "learning_rate": 1e-3, "weight_decay": 0.0, "max_grad_norm": clip or 0.0}
     words |= {"num_train_epochs": 1, "logging_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True}
     arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), disable_tqdm=True, **words)
     trainer = Trainer(model=start, args=arguments, tracer={"rho": 0.003, "delta": 0.01})

@@ -54,6 +54,7 @@ class Config:
     weight_decay: float = option(0.0, "coupled; decoupled in AdamW")
     betas: tuple[float, float] = option((0.9, 0.999), "Adam's")
     eps: float = option(1e-8, "Adam's")
+    clip: float | None = option(None, "norm that the gradient is scaled down to where it is longer, that of L + ρT")
     rho: float | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
     beta: float | None = option(None, "β: rate of TRACER's average")
     delta: float | None = option(None, "δ: TRACER's damping")
@@ -118,6 +119,8 @@ class Config:
         for name in ("rho", "beta", "delta", "radius", "eta"):
             if getattr(self, name) is not None:
                 checks.number(name, getattr(self, name), low=0)
+        if self.clip is not None:
+            checks.number("clip", self.clip, low=0, open_low=True)
         checks.number("dampening", self.dampening)
         checks.betas(self.betas)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:

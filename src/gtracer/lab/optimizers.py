@@ -19,7 +19,7 @@ from gtracer.curvature import (
 )
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
-from gtracer.optim import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
+from gtracer.optim import SAM, AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer
 
 ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
 SCHEMES = ("tracer", "sam", "asam")
@@ -59,8 +59,12 @@ def names() -> list[str]:
 
 
 def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer:
-    """The configuration's optimiser on the model's parameters; with arguments of torch's own, if need be."""
+    """The configuration's optimiser on the model's parameters; with arguments of torch's own, if need be.
+
+    One of torch's own does not clip: who calls it has to.
+    """
     base, scheme = parsed(config.optimizer)
+    clip = None if config.clip is None else Clip(norm=config.clip)
     params = [p for p in model.parameters() if p.requires_grad]
     if config.second_moment is not None and (base, scheme) not in (("adam", "tracer"), ("adamw", "tracer")):
         raise LabError(
@@ -71,15 +75,14 @@ def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer
             mine = _given(config, *TRACER) | _estimators(config)
             mine |= _given(config, "beta" if base == "sgd" else "second_moment")
             given = _accepted(OWN[base], config) | own
-            return OWN[base](params, **given, **mine, interval=config.interval, model=model)
+            return OWN[base](params, **given, **mine, interval=config.interval, model=model, clip=clip)
         plain = BASES[base](params, **_accepted(BASES[base], config) | own)
         if scheme == "tracer":
             mine = _given(config, "beta", *TRACER) | _estimators(config)
-            return Tracer(plain, **mine, interval=config.interval, model=model)
+            return Tracer(plain, **mine, interval=config.interval, model=model, clip=clip)
         if scheme:
-            return SAM(
-                plain, adaptive=scheme == "asam", **_given(config, "rho", "eta"), interval=config.interval, model=model
-            )
+            mine = _given(config, "rho", "eta")
+            return SAM(plain, adaptive=scheme == "asam", **mine, interval=config.interval, model=model, clip=clip)
         return plain
     except (ValueError, TypeError) as error:
         raise LabError(f"optimizer {config.optimizer!r}: {error}") from error

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 
 from gtracer.lab import files, models, optimizers, tasks
 from gtracer.lab.config import Config
@@ -167,6 +168,8 @@ class Run:
         self.optimizer.zero_grad()
         loss = loss_of(inputs, labels)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.config.clip is not None:
+            clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         return loss.detach()
 

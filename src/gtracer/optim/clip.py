@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from gtracer import checks, tensors
 from gtracer.optim.trial import Trial
 from gtracer.tensors import Tensors
 
 OF = ("total", "loss")
+
+
+def to_norm(most: float, found: Tensor) -> Tensor:
+    """What scales a gradient of this norm down to the most that it may have, with 1e-6 as in torch."""
+    return torch.clamp(most / (found + 1e-6), max=1.0)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,11 @@ class Clip:
             raise ValueError("Clip needs norm or value, got neither: Clip(norm=1.0)")
         checks.choice("of", self.of, OF)
 
+    @property
+    def is_one_factor(self) -> bool:
+        """Whether all it does is to scale the total."""
+        return self.value is None and self.of == "total"
+
     def __call__(self, trial: Trial) -> None:
         """Clip what a concluded trial has left in `.grad`; its own gradients stay, f is to learn from them."""
         total: Tensors = [p.grad for p in trial.params if p.grad is not None]
@@ -56,8 +67,7 @@ class Clip:
         """Copies within the bounds."""
         found = tensors.clone(gradients)
         if self.norm is not None:
-            # 1e-6 as in torch
-            tensors.scale_(found, torch.clamp(self.norm / (tensors.norm(found) + 1e-6), max=1.0))
+            tensors.scale_(found, to_norm(self.norm, tensors.norm(found)))
         if self.value is not None:
             torch._foreach_clamp_min_(found, -self.value)
             torch._foreach_clamp_max_(found, self.value)

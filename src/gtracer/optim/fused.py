@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gtracer.optim.amortised import LAST, PREVIOUS
+from gtracer.optim.clip import to_norm
 from gtracer.optim.penalised import TracerOptimizer
 from gtracer.optim.stats import Stats
 from gtracer.optim.trial import Plan, Slice, Trial
@@ -39,10 +41,11 @@ class FusedTracer(TracerOptimizer):
         return None
 
     def _passes_over(self, closure: Callable[[], Any]) -> tuple[Any, Trial]:
-        alone = self._parts is None and not self._each and self._scaler is None and self.clip is None
+        alone = self._parts is None and not self._each and self._scaler is None
+        bounded = self.clip is None or self.clip.is_one_factor
         plain = self._is_plain and not (self.scale_free or self.preconditioned or self.eta or self.reuse == PREVIOUS)
         quiet = self.compiled and self.lean and self.nonfinite == "ignore"
-        self._fuses = alone and plain and quiet and _has_triton()
+        self._fuses = alone and bounded and plain and quiet and _has_triton()
         try:
             return super()._passes_over(closure)
         finally:
@@ -54,12 +57,16 @@ class FusedTracer(TracerOptimizer):
         launched = [part for part in parts if part is not None]
         if not launched or len(launched) < len(parts):
             return super()._plan_of_squares(slices, due)
-        self._kernels = TwoKernels(launched, self.radius)
+        self._kernels = TwoKernels(launched, self.radius, self.clip.norm if self.clip else None)
         return Plan(self._kernels.passes() if due else None)
 
     def _conclude(self, trial: Trial) -> None:
         if self._kernels is None:
             super()._conclude(trial)
+
+    def _clip(self, trial: Trial) -> None:
+        if self._kernels is None:
+            super()._clip(trial)
 
     def _update(self, trial: Trial) -> None:
         try:
@@ -114,10 +121,16 @@ def launchable(*lists: Tensors) -> bool:
 
 
 class TwoKernels:
-    """A step under way, from the first gradient to the update."""
+    """A step under way, from the first gradient to the update.
 
-    def __init__(self, parts: list[Launched], radius: float) -> None:
-        self.parts, self._radius = parts, radius
+    Args:
+        parts: What is updated.
+        radius: Length of the displacement.
+        most: The norm that ∇L + ρ∇T is clipped to, if it is.
+    """
+
+    def __init__(self, parts: list[Launched], radius: float, most: float | None) -> None:
+        self.parts, self._radius, self._most = parts, radius, most
         self.reached = _sum([part.reach() for part in parts])  # ‖u‖², T and ‖∇L‖²
         self.ahead: Tensors = ()  # gradients at the displaced weights
 
@@ -147,13 +160,19 @@ class TwoKernels:
             again: In that case the factor to multiply it by.
             kept: Where to keep the new one.
         """
-        sums, start = [], 0
-        for part in self.parts:
-            own = slice(start, start + len(part.params))
-            place = kept[own] if kept is not None else None
-            sums.append(part.finish_(self.reached, self._radius, ahead[own], again, place))
-            start = own.stop
-        return _sum(sums)
+        ends = list(accumulate(len(part.params) for part in self.parts))
+        places = [slice(start, end) for start, end in pairwise([0, *ends])]
+        of = (self.reached, self._radius)
+        shrink = None
+        if self._most is not None:
+            totals = [part.total(*of, ahead[own], again) for part, own in zip(self.parts, places, strict=True)]
+            shrink = to_norm(self._most, _sum(totals).sqrt())
+        return _sum(
+            [
+                part.finish_(*of, ahead[own], again, None if kept is None else kept[own], shrink)
+                for part, own in zip(self.parts, places, strict=True)
+            ]
+        )
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

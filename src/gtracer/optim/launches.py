@@ -134,17 +134,42 @@ def displace_kernel(
 
 
 @triton.jit
+def pushed(ahead, g, reached, radius, factor, AGAIN: tl.constexpr):
+    """ρ∇T, from the gradient of the displaced pass; or, AGAIN, an old one times the factor."""
+    if AGAIN:
+        return ahead * factor
+    return 2 * tl.sqrt(tl.load(reached)) / radius * (ahead - g)
+
+
+@triton.jit
+def total_kernel(
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, ahead, factor, sums,
+    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr,
+):  # fmt: skip
+    """Σ(∇L + ρ∇T)² over a block, for what has to be known of all before any is updated."""
+    tensor, inside, size, full = place(blocks, sizes, BLOCK)
+    for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
+        if full == FULL:
+            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
+            found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
+            total = g + pushed(found, g, reached, radius, factor, AGAIN)
+            tl.store(sums + tl.program_id(0), tl.sum(total * total))
+
+
+@triton.jit
 def finish_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, lr, sums,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, shrink, lr, sums,
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
+    CLIPPED: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
-    is to be KEPT, the new one is put in the row behind them. The average learns of ∇L, or of the WHOLE total. SGD's
-    momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
+    is to be KEPT, the new one is put in the row behind them. Where it is CLIPPED, the total is shrunk. The average
+    learns of ∇L, or of the WHOLE total. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -152,19 +177,19 @@ def finish_kernel(
             w = read(rows, tensor, inside, size, 0.0, ALIGNED, FULL)
             g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
             v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
-            penalty = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
-            if AGAIN:
-                penalty *= factor
-            else:
+            found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
+            penalty = pushed(found, g, reached, radius, factor, AGAIN)
+            if not AGAIN:
                 x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
                 w -= finite(scale(reached, radius) * rho * x)
-                penalty = 2 * tl.sqrt(tl.load(reached)) / radius * (penalty - g)
             if KEPT:
                 write(ahead + n, tensor, inside, size, penalty, ALIGNED, FULL)
             total = g + penalty
             at = sums + 2 * tl.program_id(0)
             tl.store(at, tl.sum(penalty * penalty))
             tl.store(at + 1, tl.sum(total * total))
+            if CLIPPED:
+                total *= tl.load(shrink)
             rate = tl.load(lr)
             seen = total if WHOLE else g
             second = beta2 * v + less2 * seen * seen
@@ -246,8 +271,22 @@ class Launched:
         """Move the weights along u, which, all `reached`, gets this length; where that is no number, not at all."""
         self._launch(displace_kernel, reached, radius, self._rho)
 
+    def total(self, reached: Tensor, radius: float, ahead: Tensors, again: float | None) -> Tensor:
+        """The sum of (∇L + ρ∇T)². Args: as for `finish_`."""
+        sums, there = self._sums(1), [t.contiguous() for t in ahead]  # kept until the kernel is on its way
+        rows = Rows(there)
+        given = (reached, radius, rows.addresses, 0.0 if again is None else again, sums)
+        self._launch(total_kernel, *given, aligned=rows.aligned, AGAIN=again is not None)
+        return sums.sum()
+
     def finish_(
-        self, reached: Tensor, radius: float, ahead: Tensors, again: float | None, kept: Tensors | None
+        self,
+        reached: Tensor,
+        radius: float,
+        ahead: Tensors,
+        again: float | None,
+        kept: Tensors | None,
+        shrink: Tensor | None,
     ) -> Tensor:
         """Undo the displacement and make the update with ∇L + ρ∇T.
 
@@ -257,6 +296,7 @@ class Launched:
             ahead: Gradients at the displaced weights; or ρ∇T, with no displacement to undo.
             again: In that case the factor to multiply it by.
             kept: Where to put ρ∇T, if anywhere.
+            shrink: What ∇L + ρ∇T is multiplied by, if by anything.
 
         Returns:
             Sums of (ρ∇T)² and of (∇L + ρ∇T)².
@@ -267,9 +307,11 @@ class Launched:
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        given = (reached, radius, self._rho, rows.addresses, 0.0 if again is None else again, lr, sums)
+        shrunk = lr if shrink is None else shrink  # some place, that is not read
+        given = (reached, radius, self._rho, rows.addresses, 0.0 if again is None else again, shrunk, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
         kind |= {"AGAIN": again is not None, "KEPT": kept is not None, "WHOLE": own.get("whole", False)}
+        kind["CLIPPED"] = shrink is not None
         self._launch(finish_kernel, *given, *numbers, aligned=rows.aligned, **kind)
         return sums.sum(0)
 

@@ -171,9 +171,12 @@ class PartwiseOptimizer(TwoPassOptimizer):
         self._scaler.step(self._held)  # type: ignore[arg-type]
 
     def _clipped_update(self, trial: Trial) -> None:
+        self._clip(trial)
+        super()._update(trial)
+
+    def _clip(self, trial: Trial) -> None:
         if self.clip is not None:
             self.clip(trial)
-        super()._update(trial)
 
     # Parts.
 
