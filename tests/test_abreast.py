@@ -119,11 +119,12 @@ def test_one_that_diverges_or_fails_does_not_disturb_its_neighbours(tmp_path):
 def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monkeypatch):
     """There is room for so many in their second epoch. No run is asked for before one of four has ended."""
     monkeypatch.setattr("gtracer.lab.abreast.SAVE_SECONDS", 0)
-    plain, together, ended = Replayed.rest_of_epoch, weakref.WeakSet(), []
+    plain, together, refused, ended = Replayed.rest_of_epoch, weakref.WeakSet(), [], []
 
     def crowded(self):
         together.add(self)
         if self.run.epoch == 1 and len(together) > room:
+            refused.append(self.run.config)
             raise torch.OutOfMemoryError("none left")
         yield from plain(self)
 
@@ -142,6 +143,7 @@ def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monke
         assert all(event.failure.startswith("OutOfMemoryError: none left") for event in ended)
         return
     assert [event.failure for event in ended] == [None] * len(RUNS)
+    assert len(refused) == 4 - room  # whoever waits does not ask again
     assert [Record.read(folder).curves for _, folder in cells] == [record.curves for record in alone]
 
 
