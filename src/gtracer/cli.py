@@ -208,7 +208,7 @@ def _add_report(commands: Any) -> None:
 def _add_option(options: Any, item: Field[Any]) -> None:
     """A flag for a field of the configuration, which checks the value itself."""
     flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
-    if item.name not in ("data", "model"):  # they say themselves what happens without
+    if item.name not in ("data", "model", "clip"):  # they say themselves what happens without
         text += f" (default: {_shown(item.default)})"
     if item.type == "bool":
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)

@@ -54,7 +54,7 @@ class Config:
     weight_decay: float = option(0.0, "coupled; decoupled in AdamW")
     betas: tuple[float, float] = option((0.9, 0.999), "Adam's")
     eps: float = option(1e-8, "Adam's")
-    clip: float | None = option(None, "norm that the gradient is scaled down to where it is longer, that of L + ρT")
+    clip: float | None = option(None, "scale gradients down to this norm, those of L + ρT (default: leave them)")
     rho: float | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
     beta: float | None = option(None, "β: rate of TRACER's average")
     delta: float | None = option(None, "δ: TRACER's damping")
