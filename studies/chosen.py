@@ -22,7 +22,7 @@ from gtracer.lab.study import Point, Study, load
 from gtracer.lab.sweep import Shelf
 
 
-def accuracy(point: Point, search: Study, there: Shelf) -> float:
+def accuracy(point: Point, there: Shelf) -> float:
     """On held-out data, mean over the seeds that were run; a run that diverged has learnt nothing."""
     made = [there.records[cell.cell][0] for cell in point.cells() if there.has(cell)]
     if not made:
@@ -34,7 +34,7 @@ def best(search: Study, there: Shelf) -> dict[tuple[str, str], tuple[float, dict
     """For each setting and optimiser the best accuracy, and the options that made it."""
     found: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
     for point in search.points():
-        value, place = accuracy(point, search, there), (point.setting, point.config.optimizer)
+        value, place = accuracy(point, there), (point.setting, point.config.optimizer)
         if place not in found or value > found[place][0]:
             own = {k: v for k, v in search.methods[point.method].items() if k not in ("vary", "in", "optimizer")}
             found[place] = value, own | dict(point.varied)

@@ -135,7 +135,7 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
             graph.replay() if captured else step()
         found.append(flat(model.state_dict().values()))  # statistics too, which a capture saves nowhere
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
-    assert len(tables) == (2 + ("clip" in own) if "compiled" in own else 0)  # the fused step is what was captured
+    assert len(tables) == (2 if "compiled" in own else 0)  # the fused step is what was captured
 
 
 def test_flash_attention_in_the_finite_difference():

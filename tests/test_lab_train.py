@@ -19,7 +19,7 @@ from test_lab_tasks import cifar_pickle, task_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, cli, curvature
+from gtracer import SAM, AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer, cli, curvature
 from gtracer.lab import environment, files, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
@@ -379,6 +379,8 @@ def test_every_knob_reaches_the_optimiser():
             optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
     assert asam.eta == 0.7
+    for name in ("adam-tracer", "rmsprop-tracer", "asam"):
+        assert optimizers.build(replace(SMALL, optimizer=name, clip=0.5), nn.Linear(2, 2)).clip == Clip(norm=0.5)
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-sam", "sgd-tracer"])

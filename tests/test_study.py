@@ -15,6 +15,7 @@ from gtracer.lab import optimizers, results, study, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.record import Record
+from gtracer.lab.report.page import _facts
 from gtracer.lab.results import Estimate, Results
 from gtracer.lab.study import Study
 
@@ -63,6 +64,8 @@ def test_a_setting_with_seeds_of_its_own():
     assert [c.seed for c in mine.changed(seeds=1).cells()] == [0] * 8
     assert mine.changed(epochs=7).points()[4].seeds == (7, 8, 9)
     assert Study.from_mapping(mine.to_mapping()) == mine
+    assert _facts(Results(mine, []))[2:] == ["up to 3 seeds", "0 of 20 runs finished"]
+    assert _facts(Results(Study.from_mapping(SMALL), []))[2:] == ["2 seeds", "0 of 16 runs finished"]
 
 
 def test_a_run_that_two_methods_share_is_made_once():

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,19 +159,14 @@ class TwoKernels:
             again: In that case the factor to multiply it by.
             kept: Where to keep the new one.
         """
-        ends = list(accumulate(len(part.params) for part in self.parts))
-        places = [slice(start, end) for start, end in pairwise([0, *ends])]
-        of = (self.reached, self._radius)
-        shrink = None
+        start, of, shrink = 0, (self.reached, self._radius), None
+        for part in self.parts:
+            own = slice(start, start + len(part.params))
+            part.take(ahead[own], again, kept[own] if kept is not None else None)
+            start = own.stop
         if self._most is not None:
-            totals = [part.total(*of, ahead[own], again) for part, own in zip(self.parts, places, strict=True)]
-            shrink = to_norm(self._most, _sum(totals).sqrt())
-        return _sum(
-            [
-                part.finish_(*of, ahead[own], again, None if kept is None else kept[own], shrink)
-                for part, own in zip(self.parts, places, strict=True)
-            ]
-        )
+            shrink = to_norm(self._most, _sum([part.total(*of) for part in self.parts]).sqrt())
+        return _sum([part.finish_(*of, shrink) for part in self.parts])
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

@@ -271,48 +271,46 @@ class Launched:
         """Move the weights along u, which, all `reached`, gets this length; where that is no number, not at all."""
         self._launch(displace_kernel, reached, radius, self._rho)
 
-    def total(self, reached: Tensor, radius: float, ahead: Tensors, again: float | None) -> Tensor:
-        """The sum of (∇L + ρ∇T)². Args: as for `finish_`."""
-        sums, there = self._sums(1), [t.contiguous() for t in ahead]  # kept until the kernel is on its way
-        rows = Rows(there)
-        given = (reached, radius, rows.addresses, 0.0 if again is None else again, sums)
-        self._launch(total_kernel, *given, aligned=rows.aligned, AGAIN=again is not None)
+    def take(self, ahead: Tensors, again: float | None, kept: Tensors | None) -> None:
+        """Be told what makes ρ∇T, before `total` and `finish_`.
+
+        Args:
+            ahead: Gradients at the displaced weights; or ρ∇T, with no displacement to undo.
+            again: In that case the factor to multiply it by.
+            kept: Where to put ρ∇T, if anywhere.
+        """
+        self._ahead = [t.contiguous() for t in ahead]  # there until the kernels are on their way
+        self._second = Rows(self._ahead, *([kept] if kept is not None else []))
+        self._factor = 0.0 if again is None else again
+        self._source = {"AGAIN": again is not None, "aligned": self._second.aligned}
+        self._keeps = kept is not None
+
+    def total(self, reached: Tensor, radius: float) -> Tensor:
+        """The sum of (∇L + ρ∇T)². Args: as for the displacement."""
+        sums = self._sums(1)
+        self._launch(total_kernel, reached, radius, self._second.addresses, self._factor, sums, **self._source)
         return sums.sum()
 
-    def finish_(
-        self,
-        reached: Tensor,
-        radius: float,
-        ahead: Tensors,
-        again: float | None,
-        kept: Tensors | None,
-        shrink: Tensor | None,
-    ) -> Tensor:
+    def finish_(self, reached: Tensor, radius: float, shrink: Tensor | None) -> Tensor:
         """Undo the displacement and make the update with ∇L + ρ∇T.
 
         Args:
             reached: As for the displacement.
             radius: Likewise.
-            ahead: Gradients at the displaced weights; or ρ∇T, with no displacement to undo.
-            again: In that case the factor to multiply it by.
-            kept: Where to put ρ∇T, if anywhere.
             shrink: What ∇L + ρ∇T is multiplied by, if by anything.
 
         Returns:
             Sums of (ρ∇T)² and of (∇L + ρ∇T)².
         """
         own, sums = self._options, self._sums(2)
-        there = [t.contiguous() for t in ahead]  # kept until the kernel is on its way
-        rows = Rows(there, *([kept] if kept is not None else []))
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
         shrunk = lr if shrink is None else shrink  # some place, that is not read
-        given = (reached, radius, self._rho, rows.addresses, 0.0 if again is None else again, shrunk, lr, sums)
+        given = (reached, radius, self._rho, self._second.addresses, self._factor, shrunk, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
-        kind |= {"AGAIN": again is not None, "KEPT": kept is not None, "WHOLE": own.get("whole", False)}
-        kind["CLIPPED"] = shrink is not None
-        self._launch(finish_kernel, *given, *numbers, aligned=rows.aligned, **kind)
+        kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
+        self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums.sum(0)
 
     def count_(self) -> None:

@@ -51,9 +51,11 @@ def render(results: Results, table: Table, pictures: list[Picture], strangers: i
 def _facts(results: Results) -> list[str]:
     wanted = len(results.study.cells())
     finished = sum(record.finished for record in records(results))
-    seeds = max((result.point.seeds for result in results.all), key=len)
-    counts = {"method": results.study.methods, "setting": results.study.settings, "seed": seeds}
-    told = [f"{len(several)} {what}{'s' * (len(several) != 1)}" for what, several in counts.items()]
+    seeds = {len(result.point.seeds) for result in results.all}
+    counts = {"method": len(results.study.methods), "setting": len(results.study.settings), "seed": max(seeds)}
+    told = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+    if len(seeds) > 1:
+        told[2] = f"up to {told[2]}"
     if len(results.study.settings) == 1:
         told[1] = next(iter(results.study.settings))
     return [*filter(None, told), f"{finished} of {wanted} runs finished"]
