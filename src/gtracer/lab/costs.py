@@ -54,7 +54,9 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     """What is compared; peers where they are installed, the exact engine where the model can be derived `twice`."""
     momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
     quiet: dict[str, Any] = {"nonfinite": "ignore"}
-    fused: dict[str, Any] = {"fused": True} if device.type == "cuda" else {}
+    on_gpu = device.type == "cuda"
+    fused: dict[str, Any] = {"fused": True} if on_gpu else {}
+    counted: dict[str, Any] = {"capturable": on_gpu}  # where Adam's step is counted: in a graph, on the device
     two_kernels: dict[str, Any] = {"compiled": True, "lean": True}
     rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
 
@@ -62,7 +64,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         return lambda model: _ours(SGDTracer(model.parameters(), **momentum, model=model, **quiet, **options))
 
     def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
-        return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **quiet, **options))
+        return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **quiet, **counted, **options))
 
     compared = {
         SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused)), captured=True),
@@ -78,12 +80,14 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         ),
         "SGD-TRACER, share=0.125": Row(SGD, sgd_tracer(share=0.125, **fused)),
         'SGD-TRACER, reuse="previous"': Row(SGD, sgd_tracer(reuse="previous", **fused), captured=True),
-        ADAMW: Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused))),
+        ADAMW: Row(
+            ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused, **counted)), captured=True
+        ),
         "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
-        "AdamW-TRACER": Row(ADAMW, adamw_tracer()),
+        "AdamW-TRACER": Row(ADAMW, adamw_tracer(), captured=True),
         "AdamW-TRACER, lean": Row(ADAMW, adamw_tracer(lean=True)),
         "AdamW-TRACER, compiled": Row(ADAMW, adamw_tracer(compiled=True)),
-        "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(**two_kernels)),
+        "AdamW-TRACER, compiled, lean": Row(ADAMW, adamw_tracer(**two_kernels), captured=True),
     }
     if twice:
         compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"), captured=True)
