@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import optuna
 import pytest
 from rich.console import Console
 from test_sweep import QUIET, stamps
@@ -16,6 +15,8 @@ from gtracer.lab.record import Record
 from gtracer.lab.sweep import Shelf
 from gtracer.lab.tune import Range
 from gtracer.lab.workers import Event
+
+optuna = pytest.importorskip("optuna")
 
 BASE = Config(label_noise=0.5, epochs=2, width=8, batch_size=256, delta=0.01, beta=0.1)
 
