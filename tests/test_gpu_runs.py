@@ -119,24 +119,32 @@ def test_texts_side_by_side(tmp_path, kind):
         found = Record.read(folder).curves
         tolerance = 2e-2 if config.precision == "bf16" else 2e-3
         assert found["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=tolerance)
-        if "penalty_ratio" in found:  # other masks would make it many times larger
+        if "penalty_ratio" in found:  # other masks would make it larger by a quarter at the least
             assert found["penalty_ratio"] == pytest.approx(plain.curves["penalty_ratio"], rel=0.1)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("kernels", ["compiled", "fused"])
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
-def test_compiled_texts_side_by_side(tmp_path, kind, kernels):
-    """Compiled layers draw dropout's masks otherwise, but the same ones in both passes."""
+def test_compiled_texts_side_by_side(tmp_path, kind, kernels, dropout):
+    """Without dropout torch's numbers. Masks are drawn otherwise, but the same ones in both passes.
+
+    At so small a radius others would make the penalty eight times as large.
+    """
     texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
-    base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16")
-    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind)))
+    base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16", radius=0.01)
+    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind, dropout)))
     compiled = replace(base, kernels=kernels)
     cells = [
-        (config, tmp_path / config.folder) for config in (base, compiled, replace(compiled, optimizer="adamw-sam"))
+        (config, tmp_path / config.folder)
+        for config in (base, compiled, replace(compiled, optimizer="adamw-sam", clip=0.1))
     ]
-    assert [event.failure for event in Abreast(3)(cells) if event.ended] == [None] * 3
+    ends = {event.config: event.failure for event in Abreast(3)(cells) if event.ended}
+    assert ends == dict.fromkeys(config for config, _ in cells)
     plain, found, _ = (Record.read(folder).curves for _, folder in cells)
-    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05)
-    assert found["penalty_ratio"] == pytest.approx(plain["penalty_ratio"], rel=0.5)
-    assert found["test_loss"] == pytest.approx(plain["test_loss"], rel=0.05)
+    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05 if dropout else 5e-3)
+    assert found["test_loss"] == pytest.approx(plain["test_loss"], rel=0.05 if dropout else 5e-3)
+    most = 3 if dropout else 1.2
+    for ours, theirs in zip(found["penalty_ratio"], plain["penalty_ratio"], strict=True):
+        assert 1 / most < ours / theirs < most

@@ -323,6 +323,28 @@ class TestLocalTexts:
         with pytest.raises(LabError, match="row 1 has no 'body'"):
             tasks.load(Config(task=str(tmp_path / "two.csv"), text_columns="body"))
 
+    @pytest.mark.parametrize(
+        ("third", "expected"),
+        [("c", "has no 'label'"), ("c, d,x", "has more values than the 2 columns")],
+    )
+    def test_a_row_is_named_by_its_place_in_the_file(self, tmp_path, third, expected):
+        """Though some of its rows, in random order, are for testing."""
+        rows = ["a,x", "b,y", third, *["a,x", "b,y"] * 5]
+        (tmp_path / "films.csv").write_text("\n".join(["text,label", *rows]))
+        for seed in range(3):
+            with pytest.raises(LabError, match=f"row 3 {expected}"):
+                tasks.load(Config(task=str(tmp_path / "films.csv"), seed=seed))
+
+    def test_only_a_new_line_ends_a_row(self, tmp_path):
+        rows = [json.dumps({"text": "two\u2028lines\x85", "label": c}, ensure_ascii=False) for c in "xyxyx"]
+        (tmp_path / "films.jsonl").write_bytes("\r\n".join(rows).encode())
+        assert tasks.load(Config(task=str(tmp_path / "films.jsonl"))).train.inputs == [("two\u2028lines\x85",)] * 4
+
+    def test_null_is_no_label(self, tmp_path):
+        lines(tmp_path / "films.jsonl", [{"text": "a", "label": c} for c in ("x", "y", None, "x")])
+        with pytest.raises(LabError, match="row 3 has no 'label'; it has text"):
+            tasks.load(Config(task=str(tmp_path / "films.jsonl")))
+
 
 def test_unknown_task():
     with pytest.raises(LabError, match="unknown task 'cifar': did you mean cifar10 or cifar100"):

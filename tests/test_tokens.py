@@ -206,10 +206,11 @@ def test_an_empty_split(tmp_path, content, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_an_empty_file_of_a_pair(tmp_path):
-    (tmp_path / "train.csv").write_text("text,label\ngood,1\nbad,0\n")
-    (tmp_path / "test.csv").write_text("text,label\n")
-    with pytest.raises(LabError, match="empty test split"):
+@pytest.mark.parametrize("empty", ["train", "test"])
+def test_an_empty_file_of_a_pair(tmp_path, empty):
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + ("" if name == empty else "good,1\nbad,0\n"))
+    with pytest.raises(LabError, match=rf"{empty}\.csv is empty"):
         Run(Config(task=str(tmp_path), model="x"))
 
 

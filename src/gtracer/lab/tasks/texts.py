@@ -68,18 +68,12 @@ def _superglue(folder: Path, name: str, texts: Callable[[Row], tuple[str, ...]],
 
 def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
     """A folder with `train` and `test` (or `val`) files, or one file of which a seeded fifth is for testing."""
-    if path.is_dir():
-        files_of = {p.stem: p for p in sorted(path.iterdir()) if p.suffix in FORMATS}
-        test_name = next((name for name in ("test", "val", "validation", "dev") if name in files_of), None)
-        if "train" not in files_of or test_name is None:
-            raise LabError(f"{path} needs a train and a test (or val) file of {' or '.join(FORMATS)}")
-        sources = [(files_of["train"], _rows(files_of["train"])), (files_of[test_name], _rows(files_of[test_name]))]
-    else:
-        rows = _rows(path)
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-        cut = len(rows) * 4 // 5
-        sources = [(path, [rows[i] for i in order[:cut]]), (path, [rows[i] for i in order[cut:]])]
-    names = sorted({str(row[label]) for _, rows in sources for row in rows if label in row})
+    sources = _pair(path) if path.is_dir() else [path]
+    rows = [_rows(source) for source in sources]
+    for source, found in zip(sources, rows, strict=True):
+        if not found:
+            raise LabError(f"{source} is empty: it has no row with a text and its class")
+    names = sorted({str(row[label]) for found in rows for row in found if label in row})
     classes = {name: i for i, name in enumerate(names)}
     if len(classes) < 2:
         raise LabError(f"{path} has {len(classes)} classes in column {label!r}, two at least are needed")
@@ -87,8 +81,21 @@ def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
     def texts(row: Row) -> tuple[str, ...]:
         return tuple(str(row[column]) for column in columns)
 
-    train, test = (_split(source, rows, texts, label, classes, str) for source, rows in sources)
-    return Task("text", len(classes), train, test)
+    splits = [_split(source, found, texts, label, classes, str) for source, found in zip(sources, rows, strict=True)]
+    if len(splits) == 1:
+        order = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(seed))
+        cut = len(order) * 4 // 5
+        splits = [splits[0].rows(order[:cut]), splits[0].rows(order[cut:])]
+    return Task("text", len(classes), *splits)
+
+
+def _pair(folder: Path) -> list[Path]:
+    """Its files for training and testing."""
+    files_of = {p.stem: p for p in sorted(folder.iterdir()) if p.suffix in FORMATS}
+    test_name = next((name for name in ("test", "val", "validation", "dev") if name in files_of), None)
+    if "train" not in files_of or test_name is None:
+        raise LabError(f"{folder} needs a train and a test (or val) file of {' or '.join(FORMATS)}")
+    return [files_of["train"], files_of[test_name]]
 
 
 def _split(
@@ -114,15 +121,29 @@ def _split(
 
 
 def _rows(path: Path) -> list[Row]:
+    """Each with the values that it has: what is null or left out is as if its column were not there."""
     try:
         text = files.read(path).decode("utf-8-sig")
-        return list(csv.DictReader(io.StringIO(text))) if path.suffix == ".csv" else list(_json_lines(path, text))
+        found = _csv_rows(path, text) if path.suffix == ".csv" else _json_lines(path, text)
+        return [{name: value for name, value in row.items() if value is not None} for row in found]
     except (UnicodeDecodeError, csv.Error) as error:
         raise LabError(f"{path} is damaged: {error}") from error
 
 
+def _csv_rows(path: Path, text: str) -> Iterable[Row]:
+    reader = csv.DictReader(io.StringIO(text))
+    for number, row in enumerate(reader, start=1):
+        if None in row:
+            raise LabError(
+                f"{path}: row {number} has more values than the {len(row) - 1} columns: a text with a comma belongs in "
+                "quotation marks"
+            )
+        yield row
+
+
 def _json_lines(path: Path, text: str) -> Iterable[Row]:
-    for number, line in enumerate(text.splitlines(), start=1):
+    # splitlines() would also split at U+2028, which a text may hold.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
