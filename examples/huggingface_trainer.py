@@ -26,7 +26,7 @@ def main(folder: str, epochs: int = 2, kind: type = TracerTrainer) -> TracerTrai
         model=model,
         args=TrainingArguments(folder, num_train_epochs=epochs, learning_rate=1e-3, logging_steps=4, report_to=[]),
         train_dataset=data,
-        tracer={"rho": 1e-3, "delta": 1e-2},  # the one addition
+        tracer={"rho": 1e-3},  # for a model that starts anew; leave it out to fine-tune one
     )
     trainer.train()
     return trainer

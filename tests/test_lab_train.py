@@ -377,6 +377,9 @@ def test_every_knob_reaches_the_optimiser():
     for other in ("adamw", "adam-sam", "sgd-tracer", "rmsprop-tracer"):
         with pytest.raises(LabError, match=f"second_moment = 'loss' is for adam-tracer .*, not {other}"):
             optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
+    for name in ("sgd-tracer", "adamw-tracer", "rmsprop-tracer"):  # texts are for encoders that were trained before
+        for task, rho in (("digits", 0.003), ("rte", 6e-5), ("films.csv", 6e-5)):
+            assert optimizers.build(Config(task=task, optimizer=name), nn.Linear(2, 2)).param_groups[0]["rho"] == rho
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
     assert asam.eta == 0.7
     for name in ("adam-tracer", "rmsprop-tracer", "asam"):

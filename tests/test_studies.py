@@ -1,6 +1,7 @@
 """The studies' scripts, on a single epoch: what they choose, and what they print of it."""
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,42 @@ def test_the_second_moments_in_the_docs_are_those_of_the_records():
         best = f"({fine[0].split()[-1]})"
         row = f"| the {name.lower()} | {cells[0]} | {cells[1]} (0.01) | {cells[2]} | {cells[3]} {best} | {cells[4]} |"
         assert row in section
+
+
+WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
+
+
+@pytest.mark.parametrize(
+    ("label", "folder", "options"),
+    [
+        ("CIFAR-100, weight decay, half of the labels wrong", "cifar100/search-long", WRONG | DECAY),
+        ("CIFAR-100, no weight decay, half of the labels wrong", "cifar100/search-long", WRONG | {"weight_decay": 0.0}),
+        ("CIFAR-100, weight decay, right labels", "cifar100/search-clean-long", DECAY),
+        ("CIFAR-100, weight decay, right labels, augmentation", "cifar100/search-clean", DECAY | {"augment": True}),
+        ("digits, half of the labels wrong, Adam", "digits/second-moment", WRONG | {"second_moment": "total"}),
+        ("MiniLM, BoolQ", "superglue/search-minilm-total", {"label_noise": 0.0}),
+        ("MiniLM, BoolQ, half of the labels drawn at random", "superglue/search-minilm-total", {"label_noise": 0.25}),
+        ("mpnet, BoolQ", "superglue/search-mpnet", {"task": "boolq", "label_noise": 0.0, "clip": None}),
+        ("mpnet, BoolQ, clipped", "superglue/search-mpnet", {"task": "boolq", "clip": 1}),
+        ("mpnet, BoolQ, half of the labels drawn at random", "superglue/search-mpnet", {"label_noise": 0.25}),
+        ("mpnet, WiC, clipped", "superglue/search-mpnet", {"task": "wic", "clip": 1}),
+        ("mpnet, RTE", "superglue/search-mpnet", {"task": "rte", "clip": None}),
+    ],
+)
+def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options):
+    """At the best ρ by held-out data, in the middle of training, mean over seeds."""
+    fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
+    found = {}
+    for path in (STUDIES.parent / "records" / folder).glob("*/record.json"):
+        record = Record.read(path.parent)
+        wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
+        if wanted and record.config.optimizer.endswith("tracer") and record.finished:
+            found.setdefault(record.config.rho, []).append(record.curves)
+    best = max(found, key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
+    ratios = [curves["penalty_ratio"][len(curves["penalty_ratio"]) // 2] for curves in found[best]]
+    text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
+    assert len(found) > 2
+    assert f"| {label} | {best:g} | {statistics.mean(ratios):.1f} |" in text
 
 
 @pytest.mark.parametrize(

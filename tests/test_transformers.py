@@ -106,6 +106,14 @@ def by_hand(seen, size, bf16=False, dtype=torch.float32, **own):
     return parameters_to_vector(model.parameters()).detach(), torch.tensor(stats, dtype=torch.float64)
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 6e-5), ({"delta": 0.1}, 6e-5), ({"rho": 0.2}, 0.2)])
+def test_rho_is_one_for_fine_tuning(tmp_path, given, expected):
+    _, made = trained(tmp_path, words={"tracer": given}, num_train_epochs=1)
+    assert {group["rho"] for group in made.optimizer.optimizer.param_groups} == {expected}
+    _, made = trained(tmp_path, PenaltyTrainer, model=eager(), words={"tracer": given}, num_train_epochs=1)
+    assert {group["rho"] for group in made.penalty.param_groups} == {expected}
+
+
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
     """To rounding, those of one big batch with accumulation; in float64, since Adam blows small gradients' up."""

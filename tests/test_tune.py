@@ -120,6 +120,14 @@ def test_what_is_searched():
     assert searched(Config(optimizer="sgd"), "lr=0.01:1") == [Range("lr", 0.01, 1.0)]
 
 
+@pytest.mark.parametrize("task", ["rte", "films.csv"])
+def test_texts_are_for_fine_tuning_which_wants_less(task):
+    """Table 3's values lie inside of what is searched; those that did harm mostly do not."""
+    (ratio,) = tune.ranges(Config(task=task, optimizer="adam-tracer", delta=0.01), [])
+    assert (ratio.name, ratio.low, ratio.high) == ("rho/delta", 5e-4, 0.05)
+    assert tune.ranges(Config(task=task, optimizer="adam-sam"), []) == [Range("rho", 1e-3, 0.1)]
+
+
 def test_rho_from_its_ratio():
     assert tune.configured(Config(), {"rho/delta": 0.3, "delta": 0.01}).rho == 0.003
     assert tune.configured(Config(delta=0.1), {"rho/delta": 0.3}).rho == 0.03

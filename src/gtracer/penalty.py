@@ -38,7 +38,8 @@ Passes = Generator[Tensors | AbstractContextManager[None], Tensors, Tensors]
 # From a function to one that does the same.
 Runner = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-RHO = 3e-3  # ρ/δ ≈ 0.3 with δ ≫ f did best wherever it was measured: docs/algorithm.md, "Defaults"
+RHO = 3e-3  # for training from scratch, with δ ≫ f: docs/algorithm.md, "Defaults"
+RHO_FINE_TUNING = 6e-5  # for encoders that were trained before, which learn next to nothing with half of RHO: there too
 BETA = 0.1
 DELTA = 1e-2
 RADIUS = 0.05

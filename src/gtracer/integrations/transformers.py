@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from gtracer.optim import AdamWTracer
 from gtracer.optim.partwise import PartwiseOptimizer
-from gtracer.penalty import TracerPenalty
+from gtracer.penalty import RHO_FINE_TUNING, TracerPenalty
 
 
 class _MeanLoss:
@@ -55,9 +55,9 @@ class TracerMixin(_MeanLoss):
 
     Args:
         *args: The Trainer's.
-        tracer: Options of `AdamWTracer`, such as `{"rho": 1e-3}`; its learning rate, betas, eps and weight decay are
-            those of the TrainingArguments. For another optimiser of gtracer pass `optimizers` or
-            `optimizer_cls_and_kwargs`.
+        tracer: Options of `AdamWTracer`, such as `{"rho": 2e-4}`. Where ρ is not among them it is 6e-5, to fine-tune; a
+            model that starts anew wants 0.003. Learning rate, betas, eps and weight decay are those of the
+            TrainingArguments. For another optimiser of gtracer pass `optimizers` or `optimizer_cls_and_kwargs`.
         **kwargs: The Trainer's.
     """
 
@@ -69,7 +69,8 @@ class TracerMixin(_MeanLoss):
         if not own:
             asked = self.args
             betas = (asked.adam_beta1, asked.adam_beta2)
-            options = {"lr": asked.learning_rate, "betas": betas, "eps": asked.adam_epsilon, **(tracer or {})}
+            options = {"lr": asked.learning_rate, "betas": betas, "eps": asked.adam_epsilon, "rho": RHO_FINE_TUNING}
+            options |= tracer or {}
             options.pop("model", None)  # the Trainer would take it for the parameters; it comes with the first step
             self.optimizer_cls_and_kwargs = (AdamWTracer, options)
         self._window: list[tuple[dict[str, Any], Any]] = []  # micro-batches of the step under way
@@ -120,7 +121,7 @@ class TracerMixin(_MeanLoss):
 class TracerTrainer(TracerMixin, Trainer):
     """`transformers.Trainer` with AdamW-TRACER.
 
-    trainer = TracerTrainer(model, args, train_dataset=data, tracer={"rho": 1e-3})
+    trainer = TracerTrainer(model, args, train_dataset=data, tracer={"rho": 6e-5})
     """
 
 
@@ -134,7 +135,7 @@ class PenaltyMixin(_MeanLoss):
 
     Args:
         *args: The Trainer's.
-        tracer: Options of `TracerPenalty`, such as `{"rho": 1e-3}`.
+        tracer: Options of `TracerPenalty`, such as `{"rho": 2e-4}`; ρ as in `TracerMixin` where it is not among them.
         **kwargs: The Trainer's.
 
     Attributes:
@@ -144,7 +145,7 @@ class PenaltyMixin(_MeanLoss):
     penalty: TracerPenalty | None = None
 
     def __init__(self, *args: Any, tracer: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._penalty_options = tracer or {}
+        self._penalty_options = {"rho": RHO_FINE_TUNING} | (tracer or {})
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +189,7 @@ class PenaltyMixin(_MeanLoss):
 class PenaltyTrainer(PenaltyMixin, Trainer):
     """`transformers.Trainer` with ρT in its loss.
 
-    trainer = PenaltyTrainer(model, args, train_dataset=data, tracer={"rho": 1e-3})
+    trainer = PenaltyTrainer(model, args, train_dataset=data, tracer={"rho": 6e-5})
     """
 
 

@@ -19,7 +19,9 @@ from gtracer.curvature import (
 )
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.tasks import is_text
 from gtracer.optim import SAM, AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer
+from gtracer.penalty import RHO_FINE_TUNING
 
 ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
 SCHEMES = ("tracer", "sam", "asam")
@@ -72,13 +74,12 @@ def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer
         )
     try:
         if scheme == "tracer" and base in OWN:
-            mine = _given(config, *TRACER) | _estimators(config)
-            mine |= _given(config, "beta" if base == "sgd" else "second_moment")
+            mine = _of_tracer(config) | _given(config, "beta" if base == "sgd" else "second_moment")
             given = _accepted(OWN[base], config) | own
             return OWN[base](params, **given, **mine, interval=config.interval, model=model, clip=clip)
         plain = BASES[base](params, **_accepted(BASES[base], config) | own)
         if scheme == "tracer":
-            mine = _given(config, "beta", *TRACER) | _estimators(config)
+            mine = _of_tracer(config) | _given(config, "beta")
             return Tracer(plain, **mine, interval=config.interval, model=model, clip=clip)
         if scheme:
             mine = _given(config, "rho", "eta")
@@ -110,6 +111,12 @@ def estimator(name: str) -> Estimator:
     if name not in ESTIMATORS:
         raise unknown("curvature", name, [*ESTIMATORS, "micro-batch-32"])
     return ESTIMATORS[name]
+
+
+def _of_tracer(config: Config) -> dict[str, Any]:
+    """Its options, whatever the optimiser. Texts are for encoders that were trained before."""
+    own = {"rho": RHO_FINE_TUNING} if is_text(config.task) else {}
+    return own | _given(config, *TRACER) | _estimators(config)
 
 
 def _estimators(config: Config) -> dict[str, Any]:

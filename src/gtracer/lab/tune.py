@@ -15,6 +15,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.record import Record
 from gtracer.lab.sweep import Engine, check, run_missing
+from gtracer.lab.tasks import is_text
 
 HOLDOUT = 0.1
 BATCH = 4  # trials asked for at a time: the same search, whatever the number of processes
@@ -24,6 +25,9 @@ BEST = "best.yaml"
 RATIO = "rho/delta"
 TRACER = {RATIO: (0.03, 3.0), "delta": (1e-3, 1e-1), "beta": (0.01, 0.5)}
 SAM = {"rho": (0.01, 2.0)}
+# An encoder that was trained before wants less of either (docs/results.md, "SuperGLUE").
+TRACER_OF_TEXTS = TRACER | {RATIO: (5e-4, 0.05)}
+SAM_OF_TEXTS = {"rho": (1e-3, 0.1)}
 EDGE = 0.05  # of the range, on its logarithm
 
 
@@ -79,7 +83,8 @@ class Trial:
 def ranges(config: Config, given: list[Range]) -> list[Range]:
     """What is to be searched: what was given, and the optimiser's own knobs that were not set."""
     found = {item.name: item for item in given}
-    own = TRACER if config.optimizer.endswith("-tracer") else SAM if config.optimizer.endswith("sam") else {}
+    tracer, sam = (TRACER_OF_TEXTS, SAM_OF_TEXTS) if is_text(config.task) else (TRACER, SAM)
+    own = tracer if config.optimizer.endswith("-tracer") else sam if config.optimizer.endswith("sam") else {}
     for name, (low, high) in own.items():
         fixed = getattr(config, "rho" if name == RATIO else name) is not None
         elsewhere = name == RATIO and "rho" in found

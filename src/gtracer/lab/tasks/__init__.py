@@ -11,7 +11,7 @@ from gtracer.lab.tasks import digits, images, texts
 from gtracer.lab.tasks.noise import mislabelled
 from gtracer.lab.tasks.task import Split, Task
 
-__all__ = ["TASKS", "Split", "Task", "check", "load"]
+__all__ = ["TASKS", "Split", "Task", "check", "is_text", "load"]
 
 TASKS: dict[str, Callable[[Config], Task]] = {
     "digits": lambda config: digits.load(config.seed),
@@ -22,6 +22,13 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "wic": lambda config: texts.wic(folder(config)),
     "rte": lambda config: texts.rte(folder(config)),
 }
+
+TEXTS = ("boolq", "wic", "rte")
+
+
+def is_text(name: str) -> bool:
+    """Whether the task is one of texts, for which an encoder is fine-tuned; everything else is learnt from nothing."""
+    return name in TEXTS or name not in TASKS
 
 
 def folder(config: Config) -> Path:
