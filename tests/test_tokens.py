@@ -198,6 +198,24 @@ class TestModelFolders:
         assert not built.notes
 
 
+def test_what_is_not_set_is_berts_recipe(tmp_path):
+    """On texts alone; a file's values count as set, null among them."""
+
+    def configured(*words):
+        return cli._configuration(cli.parser().parse_args(["train", *words]))
+
+    recipe = Config(lr=2e-5, schedule="linear", warmup=0.1, batch_size=32, epochs=5, clip=1.0, optimizer="adam-tracer")
+    for task in ("rte", "films.csv"):
+        assert configured("--task", task, "--model", "x") == replace(recipe, task=task, model="x")
+        assert configured("--task", task, "--epochs", "2") == replace(recipe, task=task, epochs=2)
+    assert configured() == Config()
+    (tmp_path / "own.yaml").write_text("task: wic\nclip: null\nlr: 1e-4\n")
+    found = configured("--config", str(tmp_path / "own.yaml"), "--lr", "3e-4")
+    assert found == replace(recipe, task="wic", clip=None, lr=3e-4)
+    (tmp_path / "own.yaml").write_text("")
+    assert configured("--config", str(tmp_path / "own.yaml")) == Config()
+
+
 @pytest.mark.parametrize("content", ["text,label\n", "", "text,label\ngood,1\n"])
 def test_an_empty_split(tmp_path, content, capsys):
     (tmp_path / "films.csv").write_text(content)

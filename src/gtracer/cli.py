@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gtracer import __version__
-from gtracer.lab.config import Config
+from gtracer.lab.config import FINE_TUNING, Config, parsed
 from gtracer.lab.errors import Interrupted, LabError
 
 
@@ -209,7 +209,8 @@ def _add_option(options: Any, item: Field[Any]) -> None:
     """A flag for a field of the configuration, which checks the value itself."""
     flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
     if item.name not in ("data", "model", "clip"):  # they say themselves what happens without
-        text += f" (default: {_shown(item.default)})"
+        text += f" (default: {_shown(item.default)}"
+        text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
     if item.type == "bool":
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif item.name == "betas":
@@ -354,8 +355,13 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
 
 def _configuration(chosen: argparse.Namespace) -> Config:
     """From the options, and the file that they override."""
-    start = Config.read(chosen.config).to_mapping() if chosen.config else {}
-    return Config.from_mapping(start | _given(chosen))
+    from gtracer.lab.tasks import is_text
+
+    given = _given(chosen)
+    if chosen.config:
+        Config.read(chosen.config)  # says what is wrong with it
+        given = (parsed(chosen.config) or {}) | given
+    return Config.from_mapping((FINE_TUNING if is_text(given.get("task", Config.task)) else {}) | given)
 
 
 def _given(chosen: argparse.Namespace) -> dict[str, Any]:

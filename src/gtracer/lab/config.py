@@ -16,6 +16,17 @@ SCHEDULES = ("cosine", "linear", "constant")
 PRECISIONS = ("fp32", "bf16")
 INITS = ("own", "torch")
 KERNELS = ("torch", "compiled", "fused")
+# How encoders are fine-tuned where nothing else is said: by BERT's recipe (Devlin et al., 2019), learning rate, epochs
+# and optimiser being the paper's.
+FINE_TUNING: dict[str, Any] = {
+    "optimizer": "adam-tracer",
+    "lr": 2e-5,
+    "schedule": "linear",
+    "warmup": 0.1,
+    "batch_size": 32,
+    "epochs": 5,
+    "clip": 1.0,
+}
 
 
 def option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -54,7 +65,9 @@ class Config:
     weight_decay: float = option(0.0, "coupled; decoupled in AdamW")
     betas: tuple[float, float] = option((0.9, 0.999), "Adam's")
     eps: float = option(1e-8, "Adam's")
-    clip: float | None = option(None, "scale gradients down to this norm, those of L + ρT (default: leave them)")
+    clip: float | None = option(
+        None, "scale gradients down to this norm, those of L + ρT (default: leave them; for texts 1)"
+    )
     rho: float | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
     beta: float | None = option(None, "β: rate of TRACER's average")
     delta: float | None = option(None, "δ: TRACER's damping")
