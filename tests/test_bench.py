@@ -82,6 +82,14 @@ def test_arithmetic_is_a_step_without_passes(name):
     assert not torch.equal(net[-1].weight, before)
 
 
+def test_what_is_a_graph_has_a_base_that_is_one():
+    """Or there would be nothing to compare it with; Adam's steps are counted on the device then."""
+    compared = costs.rows(torch.device("cuda"), twice=True)
+    captured = {name for name, row in compared.items() if row.captured}
+    assert {compared[name].base for name in captured} == {"SGD", "AdamW"} <= captured
+    assert {"SGD-TRACER, compiled, lean", "AdamW-TRACER, compiled, lean"} <= captured
+
+
 def test_the_encoders_size():
     with torch.device("meta"):
         net = bench.Transformer(30_522, 256, 768, 12, heads=12, twice=False)
