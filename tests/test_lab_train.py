@@ -379,7 +379,9 @@ def test_every_knob_reaches_the_optimiser():
             optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
     for name in ("sgd-tracer", "adamw-tracer", "rmsprop-tracer"):  # texts are for encoders that were trained before
         for task, rho in (("digits", 0.003), ("rte", 6e-5), ("films.csv", 6e-5)):
-            assert optimizers.build(Config(task=task, optimizer=name), nn.Linear(2, 2)).param_groups[0]["rho"] == rho
+            for given, expected in ((None, rho), (0.1, 0.1)):
+                built = optimizers.build(Config(task=task, optimizer=name, rho=given), nn.Linear(2, 2))
+                assert built.param_groups[0]["rho"] == expected
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
     assert asam.eta == 0.7
     for name in ("adam-tracer", "rmsprop-tracer", "asam"):
