@@ -130,7 +130,7 @@ def test_texts_side_by_side(tmp_path, kind):
 def test_compiled_texts_side_by_side(tmp_path, kind, kernels, dropout):
     """Without dropout torch's numbers. Masks are drawn otherwise, but the same ones in both passes.
 
-    At so small a radius others would make the penalty eight times as large.
+    At so small a radius others would make the penalty five to eight times as large.
     """
     texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
     base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16", radius=0.01)

@@ -146,15 +146,20 @@ WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
         ("digits, half of the labels wrong, Adam", "digits/second-moment", WRONG | {"second_moment": "total"}),
         ("MiniLM, BoolQ", "superglue/search-minilm-total", {"label_noise": 0.0}),
         ("MiniLM, BoolQ, half of the labels drawn at random", "superglue/search-minilm-total", {"label_noise": 0.25}),
+        ("MiniLM, WiC", "superglue/search-minilm", {"task": "wic"}),
+        ("MiniLM, RTE", "superglue/search-minilm", {"task": "rte"}),
         ("mpnet, BoolQ", "superglue/search-mpnet", {"task": "boolq", "label_noise": 0.0, "clip": None}),
         ("mpnet, BoolQ, clipped", "superglue/search-mpnet", {"task": "boolq", "clip": 1}),
         ("mpnet, BoolQ, half of the labels drawn at random", "superglue/search-mpnet", {"label_noise": 0.25}),
+        ("mpnet, BoolQ, a tenth of the data", "superglue/search-mpnet", {"train_share": 0.1}),
+        ("mpnet, WiC", "superglue/search-mpnet", {"task": "wic", "clip": None}),
         ("mpnet, WiC, clipped", "superglue/search-mpnet", {"task": "wic", "clip": 1}),
         ("mpnet, RTE", "superglue/search-mpnet", {"task": "rte", "clip": None}),
+        ("mpnet, RTE, clipped", "superglue/search-mpnet", {"task": "rte", "clip": 1}),
     ],
 )
 def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options):
-    """At the best ρ by held-out data, in the middle of training, mean over seeds."""
+    """At the best ρ by held-out data, the smaller of equals, in the middle of training, mean over seeds."""
     fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
     found = {}
     for path in (STUDIES.parent / "records" / folder).glob("*/record.json"):
@@ -162,11 +167,11 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
         wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
         if wanted and record.config.optimizer.endswith("tracer") and record.finished:
             found.setdefault(record.config.rho, []).append(record.curves)
-    best = max(found, key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
+    best = max(sorted(found), key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
     ratios = [curves["penalty_ratio"][len(curves["penalty_ratio"]) // 2] for curves in found[best]]
     text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
     assert len(found) > 2
-    assert f"| {label} | {best:g} | {statistics.mean(ratios):.1f} |" in text
+    assert f"| {label} | {best:g} | {statistics.mean(ratios):.2f} |" in text
 
 
 @pytest.mark.parametrize(
