@@ -118,6 +118,7 @@ def test_other_shapes_are_refused(shape):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-tracer"])
 def test_a_run_is_the_same_on_either_kernels(tmp_path, optimizer):
     """Alone and side by side."""

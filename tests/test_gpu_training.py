@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gtracer import AdamWTracer, Clip, SGDTracer
+from gtracer.lab.bench import Transformer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,6 +137,22 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
         found.append(flat(model.state_dict().values()))  # statistics too, which a capture saves nowhere
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
     assert len(tables) == (2 if "compiled" in own else 0)  # the fused step is what was captured
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize(("cls", "own"), [(SGDTracer, {}), (AdamWTracer, {"eps": 1e-3})], ids=["SGD", "AdamW"])
+def test_a_compiled_update_of_an_encoder(cls, own):
+    """Tensors of many shapes, on which torch 2.11's compiler fails if it may turn loops around."""
+    x, y = torch.randint(1000, (4, 8, 32), device="cuda"), torch.randint(100, (4, 8), device="cuda")
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(layers=12).cuda()
+        opt = cls(model.parameters(), lr=1e-3, rho=0.003, delta=0.01, compiled=compiled, **own)
+        for words, labels in zip(x, y, strict=True):
+            opt.step(lambda model=model, words=words, labels=labels: cross_entropy(model(words), labels))
+        found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 def test_flash_attention_in_the_finite_difference():

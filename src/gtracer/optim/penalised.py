@@ -48,8 +48,12 @@ from gtracer.tensors import Tensors
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Once for all optimisers: torch.compile itself tells their tensors apart."""
-    return torch.compile(function, dynamic=False)
+    """Once for all optimisers: torch.compile itself tells their tensors apart.
+
+    Nothing here needs its loops in another order, and torch 2.11 fails where it tries that on a GPU, with tensors of
+    many shapes (pytorch/pytorch#176591).
+    """
+    return torch.compile(function, dynamic=False, options={"loop_ordering_after_fusion": False})
 
 
 class TracerOptimizer(AmortisedOptimizer):
