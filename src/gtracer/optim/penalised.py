@@ -53,7 +53,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Nothing here needs its loops in another order, and torch 2.11 fails where it tries that on a GPU, with tensors of
     many shapes (pytorch/pytorch#176591).
     """
-    return torch.compile(function, dynamic=False, options={"loop_ordering_after_fusion": False})
+    turning = "loop_ordering_after_fusion"
+    options: dict[str, Any] = {turning: False} if turning in torch._inductor.list_options() else {}
+    return torch.compile(function, dynamic=False, options=options)
 
 
 class TracerOptimizer(AmortisedOptimizer):
