@@ -16,10 +16,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from records import HOSTILE, damage, fill, small, varied
+from rich.console import Console
 from scipy import stats
 
 from gtracer.cli import main
-from gtracer.lab import report
+from gtracer.lab import report, summary
 from gtracer.lab.errors import LabError
 from gtracer.lab.record import Record
 from gtracer.lab.report import figures
@@ -108,6 +109,25 @@ def test_a_cell_says_what_was_not_run(written):
     assert any("not run" in line and "alert" in line for line in markdown)
     assert any("1 of 3 diverged" in line and "SGD-TRACER" in line for line in markdown)
     assert any(TEST in line for line in markdown)
+
+
+def test_a_row_says_with_which_kernels_where_they_differ(tmp_path):
+    """Others draw other dropout masks: the pairs of a comparison then share less than a seed."""
+    small(tmp_path)
+    for path in tmp_path.rglob("record.json"):
+        run = json.loads(path.read_text())
+        if run["config"]["optimizer"] == "sgd-tracer" and run["config"]["label_noise"] == 0.0:
+            run["config"]["kernels"] = "compiled"
+            path.write_text(json.dumps(run))
+    rows = rows_of(report.write(tmp_path, tmp_path / "report").parent)
+    assert rows["clean", "SGD-TRACER"]["state"] == "1 of 3 diverged, kernels compiled"
+    assert rows["clean", "SGD"]["state"] == "kernels torch"
+    assert rows["half wrong", "SGD-TRACER"]["state"] == ""
+    assert rows["half wrong", HOSTILE]["state"] == "not run"
+    printed = Console(width=200)
+    with printed.capture() as seen:
+        printed.print(summary.table(read(tmp_path)[0]))
+    assert sorted(re.findall(r"kernels (\w+)", seen.get())) == ["compiled", "torch", "torch"]
 
 
 def test_columns_without_a_number_are_left_out(tmp_path):

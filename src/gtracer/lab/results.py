@@ -109,6 +109,11 @@ class Result:
         return {str(sorted(r.environment.get("hardware", {}).items())) for r in self.finished}
 
     @property
+    def kernels(self) -> set[str]:
+        """What computed the network: each kind draws other dropout masks and rounds otherwise."""
+        return {r.config.kernels for r in self.finished}
+
+    @property
     def is_tracer(self) -> bool:
         return self.point.config.optimizer.endswith("-tracer")
 
@@ -155,6 +160,12 @@ class Results:
         ours, theirs = result.by_seed(), best.by_seed()
         differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
         return Comparison(best.point.label, statistics.mean(differences), chance(differences)) if differences else None
+
+    def note(self, result: Result) -> str:
+        """Its state; and with which kernels it was run, where those that it is compared with had others."""
+        differ = len(set[str]().union(*(other.kernels for other in self.within(result.point.setting)))) > 1
+        used = f"kernels {' and '.join(sorted(result.kernels))}" if differ and result.kernels else ""
+        return ", ".join(part for part in (result.state, used) if part)
 
     def relative_cost(self, result: Result) -> float | None:
         """An epoch's time over that of the setting's first method, where both were run on equal machines."""

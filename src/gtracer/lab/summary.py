@@ -17,7 +17,7 @@ def table(results: Results) -> Table:
     several = len(results.study.settings) > 1
     wrong = any(result.last("memorised") for result in results.all)
     shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("wrong labels learnt", wrong)]
-    shown += [("paper", bool(results.study.paper)), ("", any(result.state for result in results.all))]
+    shown += [("paper", bool(results.study.paper)), ("", any(map(results.note, results.all)))]
     for heading, is_shown in shown:
         if is_shown:
             made.add_column(heading, justify="right" if heading else "left", no_wrap=heading == "")
@@ -26,7 +26,7 @@ def table(results: Results) -> Table:
             made.add_section()
             made.add_row(f"[bold]{setting}")
         for result in results.within(setting):
-            cells = zip(_cells(result), shown, strict=True)
+            cells = zip([*_cells(result), results.note(result)], shown, strict=True)
             made.add_row(*(text for text, (_, is_shown) in cells if is_shown))
     return made
 
@@ -35,4 +35,4 @@ def _cells(result: Result) -> list[str]:
     estimates = (result.last(), result.best(), result.last("memorised"))
     last, best, wrong = (str(Estimate.of(values)) if values else "" for values in estimates)
     paper = "" if result.paper is None else f"{result.paper[0]:.1f} ± {result.paper[1]:.1f}"
-    return [result.point.label, str(len(result.finished)), last, best, wrong, paper, result.state]
+    return [result.point.label, str(len(result.finished)), last, best, wrong, paper]

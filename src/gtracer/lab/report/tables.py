@@ -43,7 +43,7 @@ class Row:
             memorised=result.estimate(result.last("memorised")),
             seconds=result.seconds,
             cost=among.relative_cost(result),
-            state=result.state,
+            state=among.note(result),
         )
 
 
