@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from gtracer.curvature import (
 )
 from gtracer.optim.amortised import PREVIOUS, AmortisedOptimizer, check_lean, check_reuse
 from gtracer.optim.clip import Clip
+from gtracer.optim.compiler import compiled
 from gtracer.optim.directions import TINY, Directions
 from gtracer.optim.parts import split
 from gtracer.optim.partwise import Parts, PartwiseOptimizer
@@ -44,18 +45,6 @@ from gtracer.penalty import (
 )
 from gtracer.scopes import Buffers, frozen_statistics, replayed_random
 from gtracer.tensors import Tensors
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Once for all optimisers: torch.compile itself tells their tensors apart.
-
-    Nothing here needs its loops in another order, and torch 2.11 fails where it tries that on a GPU, with tensors of
-    many shapes (pytorch/pytorch#176591).
-    """
-    turning = "loop_ordering_after_fusion"
-    options: dict[str, Any] = {turning: False} if turning in torch._inductor.list_options() else {}
-    return torch.compile(function, dynamic=False, options=options)
 
 
 class TracerOptimizer(AmortisedOptimizer):
