@@ -90,6 +90,13 @@ def test_what_is_a_graph_has_a_base_that_is_one():
     assert {"SGD-TRACER, compiled, lean", "AdamW-TRACER, compiled, lean"} <= captured
 
 
+def test_a_gpu_is_spared_what_takes_minutes_to_compile():
+    """Two kernels are there already, and faster."""
+    here, there = (set(costs.rows(device, twice=True)) for device in (CPU, torch.device("cuda")))
+    assert here - there == {"SGD-TRACER, compiled", "AdamW-TRACER, compiled"}
+    assert there <= here
+
+
 def test_the_encoders_size():
     with torch.device("meta"):
         net = bench.Transformer(30_522, 256, 768, 12, heads=12, twice=False)

@@ -37,9 +37,9 @@ class Options(TypedDict, total=False):
             the numbers, and so wait for the device once a step.
         compiled: Compile what TRACER adds to a step, and Adam-TRACER's update, with `torch.compile`: fewer kernels,
             after a start of seconds, or a minute for an encoder's 150 tensors. Adam-TRACER's learning rate must be a
-            tensor then, if it changes. With `lean` and `nonfinite="ignore"` on a GPU, all arithmetic of SGD-TRACER and
-            Adam-TRACER is two kernels for weights in float32: nothing is compiled then, and no gradients are left
-            behind (default False).
+            tensor then, if it changes. On a GPU take it with `lean` and `nonfinite="ignore"`, or a step may be slower
+            for it: with them all arithmetic of SGD-TRACER and Adam-TRACER is two kernels for weights in float32,
+            nothing is compiled, and no gradients are left behind (default False).
         clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)` (default None).
     """
 
