@@ -3,9 +3,9 @@
 import re
 
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
-POINTERS |= dict.fromkeys(("sums", "reached", "shrink", "lr"), "*fp32")
+POINTERS |= dict.fromkeys(("sums", "reached", "shrink", "healthy", "lr"), "*fp32")
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
-FIXED |= {"WHOLE": True, "CLIPPED": True}
+FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True}
 
 
 def compiled(kernel, **kind):
@@ -24,9 +24,9 @@ def compiled(kernel, **kind):
 
 
 if __name__ == "__main__":
-    from gtracer.optim import launches
+    from gtracer.optim import triton_kernels
 
     for name in ("reach", "displace", "total", "finish"):
         for adam, aligned in ((True, True), (False, True), (True, False)):
-            code = compiled(getattr(launches, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
+            code = compiled(getattr(triton_kernels, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
             print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))

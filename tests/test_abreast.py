@@ -12,7 +12,7 @@ from test_lab_tasks import cifar_pickle
 from test_sweep import stamps, study
 
 from gtracer import cli
-from gtracer.lab.abreast import Abreast, Replayed, _own_arguments
+from gtracer.lab.abreast import Abreast, Replayed
 from gtracer.lab.config import Config
 from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT
@@ -59,33 +59,6 @@ def test_the_numbers_of_a_plain_run(tmp_path):
         assert plain.curves.keys() == together[index].curves.keys()
         for name, values in plain.curves.items():
             assert together[index].curves[name] == pytest.approx(values, rel=1e-3, abs=2e-3, nan_ok=True), name
-
-
-@pytest.mark.parametrize(
-    ("fits", "own"),
-    [
-        (True, {"optimizer": "adam-tracer"}),
-        (True, {"optimizer": "adamw-tracer", "weight_decay": 0.1}),
-        (True, {"optimizer": "sgd-tracer", "weight_decay": 0.1, "interval": 4, "reuse": 0.5}),
-        (False, {"optimizer": "adam-tracer", "weight_decay": 0.1}),
-        (False, {"optimizer": "sgd-tracer", "reuse": "previous"}),
-        (False, {"optimizer": "sgd-tracer", "scale_free": True}),
-        (False, {"optimizer": "sgd-tracer", "preconditioned": True}),
-        (False, {"optimizer": "sgd-tracer", "eta": 1.0}),
-        (False, {"optimizer": "sgd-tracer", "share": 0.5}),
-        (False, {"optimizer": "sgd-tracer", "engine": "exact"}),
-        (False, {"optimizer": "sgd-tracer", "difference": "central"}),
-        (False, {"optimizer": "sgd-tracer", "curvature": "per-example"}),
-        (False, {"optimizer": "sgd-tracer", "average": "per-example"}),
-        (False, {"optimizer": "sgd-tracer", "dampening": 0.1}),
-        (False, {"optimizer": "sam"}),
-    ],
-)
-def test_two_kernels_where_they_can_be(fits, own):
-    """On a GPU; elsewhere, and for what they cannot do, a step of compiled parts would be worse than none."""
-    config = replace(SMALL, **own)
-    assert _own_arguments(config, torch.device("cuda")).get("compiled", False) is fits
-    assert "compiled" not in _own_arguments(config, torch.device("cpu"))
 
 
 def test_random_numbers_are_its_own(tmp_path):

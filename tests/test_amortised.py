@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import AdamTracer, SGDTracer, Tracer
+from gtracer.curvature import hutchinson
+from gtracer.experimental import PartialBatch, PreviousStep
 
 RHO, DELTA, BETA = 0.02, 0.05, 0.1
 
@@ -86,7 +88,7 @@ def test_one_pass_displaced_by_the_step_before():
         f = followed(f or [a**2 for a in g], g)
         ahead = [a / (b + DELTA) for a, b in zip(g, f, strict=True)]
         update(opt, params, g)
-    found, found_losses, calls, _ = trained(reuse="previous")
+    found, found_losses, calls, _ = trained(reuse=PreviousStep())
     assert calls == 8
     assert found_losses == pytest.approx(losses, rel=1e-10)
     torch.testing.assert_close(found, nn.utils.parameters_to_vector(params).detach(), rtol=1e-10, atol=1e-12)
@@ -104,7 +106,7 @@ def test_it_is_the_penalty_to_first_order():
         plain = gradients(model, *batch)
         return torch.cat([(p.grad - g).flatten() for p, g in zip(model.parameters(), plain, strict=True)])
 
-    full, cheap = change(engine="exact"), change(reuse="previous")
+    full, cheap = change(engine="exact"), change(reuse=PreviousStep())
     assert (cheap - full).norm() < 0.02 * full.norm()
 
 
@@ -125,8 +127,8 @@ def test_a_share_of_the_batch(share):
         update(opt, params, [a + 2 * b for a, b in zip(g, product, strict=True)])
         f = followed(f, g)
     expected = nn.utils.parameters_to_vector(params).detach()
-    for difference in ("forward", "central"):  # only the first needs the share's gradient at the weights themselves
-        found, *_ = trained(share=share, radius=1e-6, difference=difference)
+    for central in (False, True):  # only the first needs the share's gradient at the weights themselves
+        found, *_ = trained(engine=PartialBatch(share, 1e-6, central))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -137,7 +139,7 @@ def test_a_share_with_dropout_and_batch_norm():
     ratios = []
     for rho in (1e-9, 1e-6):
         model = copy.deepcopy(start)
-        opt = SGDTracer(model.parameters(), lr=0.1, rho=rho, delta=DELTA, model=model, share=0.5)
+        opt = SGDTracer(model.parameters(), lr=0.1, rho=rho, delta=DELTA, model=model, engine=PartialBatch(0.5))
         torch.manual_seed(2)
         for x, y in data(3):
             opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
@@ -150,7 +152,7 @@ def test_a_share_with_dropout_and_batch_norm():
 def test_passes():
     assert trained(interval=4, reuse=0.9)[2] == 10
     assert trained(interval=4)[2] == 10
-    assert trained(reuse="previous")[2] == 8
+    assert trained(reuse=PreviousStep())[2] == 8
 
 
 MAKERS = {
@@ -161,7 +163,7 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("options", [{"interval": 3, "reuse": 0.5}, {"reuse": "previous"}])
+@pytest.mark.parametrize("options", [{"interval": 3, "reuse": 0.5}, {"reuse": PreviousStep()}])
 def test_saved_and_loaded_it_goes_on(maker, options):
     """In the middle of an interval; what is reused is in the state."""
     straight, *_ = trained(MAKERS[maker], **options)
@@ -183,7 +185,7 @@ def test_a_penalty_of_none_is_sgd():
         opt.zero_grad()
         cross_entropy(model(x), y).backward()
         opt.step()
-    for options in ({"interval": 3, "reuse": 0.5}, {"reuse": "previous"}):
+    for options in ({"interval": 3, "reuse": 0.5}, {"reuse": PreviousStep()}):
         twin = net()
         ours = SGDTracer(twin.parameters(), lr=0.1, momentum=0.9, rho=0.0, **options)
         for x, y in data():
@@ -206,7 +208,7 @@ def test_a_penalty_that_is_switched_off_is_not_used_again():
 
 def test_weights_come_back_when_the_closure_fails():
     model = net()
-    opt = SGDTracer(model.parameters(), lr=0.1, rho=RHO, delta=DELTA, reuse="previous")
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=RHO, delta=DELTA, reuse=PreviousStep())
     x, y = data(1)[0]
     opt.step(lambda: cross_entropy(model(x), y))
     before = copy.deepcopy(model.state_dict())
@@ -222,15 +224,13 @@ def test_weights_come_back_when_the_closure_fails():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reuse": "next"}, "reuse must be one of"),
+        ({"reuse": "next"}, "reuse must be"),
         ({"reuse": 1.5, "interval": 2}, "reuse must be"),
         ({"reuse": 0.5}, "set interval to 2 or more"),
-        ({"reuse": "previous", "interval": 2}, "leave interval = 2 out"),
-        ({"reuse": "previous", "engine": "exact"}, "engine='finite-difference'"),
-        ({"share": 0.0}, "share must be"),
-        ({"share": 1.5}, "share must be"),
-        ({"share": 0.5, "engine": "exact"}, "engine='finite-difference'"),
-        ({"share": 0.5, "reuse": "previous"}, "second pass"),
+        ({"reuse": PreviousStep(), "interval": 2}, "leave interval = 2 out"),
+        ({"reuse": PreviousStep(), "engine": "exact"}, "engine='finite-difference'"),
+        ({"engine": PartialBatch(0.5), "reuse": PreviousStep()}, "second pass"),
+        ({"engine": PartialBatch(0.5), "average": hutchinson()}, "go with curvature=gradient_magnitude"),
     ],
 )
 def test_refusals(options, message):
@@ -238,9 +238,15 @@ def test_refusals(options, message):
         SGDTracer(net().parameters(), **options)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.5, "half"])
+def test_shares_that_are_none(share):
+    with pytest.raises(ValueError, match="share must be"):
+        PartialBatch(share)
+
+
 def test_a_share_needs_the_batch():
     model = net()
-    opt = SGDTracer(model.parameters(), share=0.5)
+    opt = SGDTracer(model.parameters(), engine=PartialBatch(0.5))
     (x, y), other = data(2)
     with pytest.raises(RuntimeError, match=r"share = 0\.5 splits the batch: hand it to step"):
         opt.step(lambda: cross_entropy(model(x), y))
@@ -251,8 +257,8 @@ def test_a_share_needs_the_batch():
 
 def test_a_loop_without_closure_is_refused():
     model = net()
-    opt = SGDTracer(model.parameters(), reuse="previous")
+    opt = SGDTracer(model.parameters(), reuse=PreviousStep())
     x, y = data(1)[0]
     cross_entropy(model(x), y).backward()
-    with pytest.raises(RuntimeError, match="reuse='previous' displaces the weights itself"):
+    with pytest.raises(RuntimeError, match=r"reuse=PreviousStep\(\) displaces the weights itself"):
         opt.step()

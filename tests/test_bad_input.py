@@ -12,6 +12,7 @@ from gtracer import (
     SAM,
     AdamTracer,
     AdamWTracer,
+    FiniteDifference,
     NonFiniteError,
     RhoScheduler,
     SGDTracer,
@@ -19,7 +20,7 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
-from gtracer.curvature import hutchinson
+from gtracer.experimental import Precondition, Ridge
 
 
 def weight():
@@ -37,12 +38,13 @@ CASES = [
     *[("rho", v) for v in NUMBERS],
     *[("delta", v) for v in NUMBERS],
     *[("f0", v) for v in [-1.0, math.nan, math.inf, "last-gradient", None, True]],
-    *[("radius", v) for v in [*NUMBERS, 0.0]],
     *[("interval", v) for v in [0, -1, 1.5, "2", True]],
-    *[("eta", v) for v in [-1.0, 0.0, math.nan, "1", True]],
-    ("preconditioned", "yes"),
     ("engine", "double"),
-    ("difference", "backward"),
+    ("engine", 0.05),
+    ("scale_free", 1),
+    ("clip", 1.0),
+    ("transforms", ["clip"]),
+    ("implementation", "fastest"),
     ("nonfinite", "warn"),
     ("model", "resnet"),
 ]
@@ -73,7 +75,7 @@ def test_sgd_arguments(name, value):
 @pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("eps", -1.0), ("eps", "x"), ("betas", (0.9,)), ("betas", 0.9), ("amsgrad", True), ("preconditioned", True)],
+    [("eps", -1.0), ("eps", "x"), ("betas", (0.9,)), ("betas", 0.9), ("amsgrad", True)],
 )
 def test_adam_arguments(cls, name, value):
     refused(lambda: cls([weight()], **{name: value}), name, value)
@@ -103,10 +105,21 @@ def test_penalty_arguments(name, value):
 
 
 @pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
-def test_second_moment(cls):
-    refused(lambda: cls([weight()], second_moment="both"), "second_moment", "both")
-    with pytest.raises(ValueError, match="second_moment = 'total' is for squared gradients, got .*Hutchinson"):
-        cls([weight()], second_moment="total", curvature=hutchinson())
+def test_adam_is_preconditioned_already(cls):
+    with pytest.raises(ValueError, match="Adam divides by √f already"):
+        cls([weight()], transforms=[Precondition()])
+
+
+@pytest.mark.parametrize(
+    ("make_it", "name", "value"),
+    [
+        *[(lambda v=v: FiniteDifference(radius=v), "radius", v) for v in [*NUMBERS, 0.0]],
+        (lambda: FiniteDifference(central="backward"), "central", "backward"),
+        *[(lambda v=v: Ridge(v), "eta", v) for v in [-1.0, 0.0, math.nan, "1", True]],
+    ],
+)
+def test_engines_and_transforms(make_it, name, value):
+    refused(make_it, name, value)
 
 
 @pytest.mark.parametrize("make_it", [SGDTracer, AdamTracer, TracerPenalty])
@@ -258,7 +271,7 @@ def test_skipping_without_a_closure(maker):
     before = made.weights()
     opt.zero_grad()
     (made.loss_of(0) * math.nan).backward()
-    for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+    for _ in range(2 if opt.is_central else 1):
         with opt.perturbed():
             made.loss_of(0).backward()
     opt.step()

@@ -71,7 +71,7 @@ def test_a_row_makes_the_passes_that_it_should(name, expected):
     assert len(passes) == expected
 
 
-@pytest.mark.parametrize("name", ["SGD", "SGD-TRACER", "AdamW-TRACER, lean", "SGD-SAM"])
+@pytest.mark.parametrize("name", ["SGD", "SGD-TRACER", "AdamW-TRACER", "SGD-SAM"])
 def test_arithmetic_is_a_step_without_passes(name):
     step, net = costs.build(costs.rows(CPU, twice=False)[name], "resnet20", 2, CPU, "fp32", passes=False)
     net.register_forward_hook(lambda *_: pytest.fail("a pass"))
@@ -87,14 +87,14 @@ def test_what_is_a_graph_has_a_base_that_is_one():
     compared = costs.rows(torch.device("cuda"), twice=True)
     captured = {name for name, row in compared.items() if row.captured}
     assert {compared[name].base for name in captured} == {"SGD", "AdamW"} <= captured
-    assert {"SGD-TRACER, compiled, lean", "AdamW-TRACER, compiled, lean"} <= captured
+    assert {"SGD-TRACER", "AdamW-TRACER"} <= captured
 
 
 def test_a_gpu_is_spared_what_takes_minutes_to_compile():
     """Two kernels are there already, and faster."""
     here, there = (set(costs.rows(device, twice=True)) for device in (CPU, torch.device("cuda")))
     assert here - there == {"SGD-TRACER, compiled", "AdamW-TRACER, compiled"}
-    assert there <= here
+    assert there - here == {"SGD-TRACER, foreach", "AdamW-TRACER, foreach"}
 
 
 def test_the_encoders_size():

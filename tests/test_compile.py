@@ -71,7 +71,9 @@ def test_a_compiled_update(name):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = trained(model, model, OPTIMIZERS[name], lr=torch.tensor(lr, dtype=torch.float64), compiled=True)
+        found = trained(
+            model, model, OPTIMIZERS[name], lr=torch.tensor(lr, dtype=torch.float64), implementation="compiled"
+        )
     # Adam counts its steps in float32 on the device, as torch's own does.
     torch.testing.assert_close(found, expected, rtol=1e-8 if name == "SGDTracer" else 1e-3, atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4

@@ -11,10 +11,11 @@ from problems import relative_error
 from torch import nn
 from torch.nn.functional import cross_entropy, l1_loss, mse_loss
 
-from gtracer import AdamTracer, AdamWTracer, SGDTracer, Tracer, TracerPenalty, variational
+from gtracer import AdamTracer, AdamWTracer, Exact, FiniteDifference, SGDTracer, Tracer, TracerPenalty, variational
 from gtracer import curvature as c
 from gtracer.curvature import evaluation, layers, products
 from gtracer.curvature.likelihood import Bernoulli, Categorical, Gaussian, likelihood_of
+from gtracer.experimental import vectorised_micro_batch
 
 
 def evaluate(case, estimator, differentiable=False):
@@ -414,9 +415,9 @@ def test_optimiser_follows_the_twin(pair):
 def test_average_works_with_the_finite_difference(average):
     """Against the exact engine: the numerator differs by the difference's error, f not at all at first."""
     results = []
-    for engine in ("finite-difference", "exact"):
+    for engine in (FiniteDifference(1e-5, central=True), "exact"):
         made = make(mlp)
-        options = {"average": average, "engine": engine, "model": made.model, "radius": 1e-5, "difference": "central"}
+        options = {"average": average, "engine": engine, "model": made.model}
         opt = SGDTracer(made.params, lr=0.05, rho=0.01, **options)
         for _ in range(3):
             torch.manual_seed(5)
@@ -444,19 +445,19 @@ def test_finite_difference_per_example_converges_to_the_exact_penalty(case, room
     """With the order of its error: 1 one way, 2 both ways."""
     monkeypatch.setattr(products, "ROOM", room)
     exact, _ = penalty_of(case, engine="exact")
-    for difference, order in (("forward", 1), ("central", 2)):
+    for central, order in ((False, 1), (True, 2)):
         radii = (1e-2, 1e-3)
-        off = [relative_error(penalty_of(case, radius=r, difference=difference)[0], exact) for r in radii]
+        off = [relative_error(penalty_of(case, engine=FiniteDifference(r, central))[0], exact) for r in radii]
         assert off[1] < 10**-order * 0.05
         # ReLU has no derivative to converge to where it switches.
         assert math.log10(off[0] / off[1]) == pytest.approx(order, abs=0.3) or case is mlp
 
 
 def test_finite_difference_per_example_is_the_default_where_it_can_be():
-    for case, engine in ((mlp, "finite-difference"), (encoder, "finite-difference"), (attention, "exact")):
+    for case, engine in ((mlp, FiniteDifference()), (encoder, FiniteDifference()), (attention, Exact())):
         made = make(case)
         opt = SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model)
-        assert opt.engine == engine
+        assert opt.method.engine == engine
         opt.step(made.loss_of)
     with pytest.raises(ValueError, match="leave engine out"):
         SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model, engine="finite-difference")
@@ -511,7 +512,7 @@ def test_gradients_by_examples_are_the_gradients():
 def test_a_ridge_in_the_closure_is_no_examples_gradient():
     """It is in the gradient, but not in F, with either engine."""
     results = []
-    for options in ({"engine": "exact"}, {"radius": 1e-5, "difference": "central"}):
+    for options in ({"engine": "exact"}, {"engine": FiniteDifference(1e-5, central=True)}):
         made = make(conv)
         opt = SGDTracer(made.params, lr=0.1, rho=0.05, curvature=c.per_example, model=made.model, **options)
         opt.step(lambda made=made: made.loss_of() + sum(p.square().sum() for p in made.params))
@@ -523,7 +524,7 @@ def test_a_ridge_in_the_closure_is_no_examples_gradient():
 
 def test_finite_difference_per_example_with_frozen_weights():
     results = []
-    for options in ({"engine": "exact"}, {"radius": 1e-5, "difference": "central"}):
+    for options in ({"engine": "exact"}, {"engine": FiniteDifference(1e-5, central=True)}):
         made = make(conv)
         made.model[0].weight.requires_grad_(False)
         made.model[2].bias.requires_grad_(False)
@@ -534,14 +535,13 @@ def test_finite_difference_per_example_with_frozen_weights():
     assert relative_error(*results) < 1e-7
 
 
-@pytest.mark.parametrize("engine", ["exact", "finite-difference"])
+@pytest.mark.parametrize("engine", ["exact", FiniteDifference(1e-4, central=True)])
 @pytest.mark.parametrize("m", [1, 2, 5])
 def test_micro_batch_optimiser_follows_its_penalty(m, engine):
     """Against the exact penalty on the examples' losses, which shares none of the passes in parts."""
     mine, other = make(mlp), make(mlp)
     knobs = {"rho": 0.01, "delta": 0.1, "beta": 0.3, "f0": 0.2}
-    opt = SGDTracer(mine.params, lr=0.05, **knobs, curvature=c.micro_batch(m), engine=engine, radius=1e-4,
-                    difference="central")  # fmt: skip
+    opt = SGDTracer(mine.params, lr=0.05, **knobs, curvature=c.micro_batch(m), engine=engine)
     penalty = TracerPenalty(other.params, **knobs, curvature=c.micro_batch(m))
     sgd = torch.optim.SGD(other.params, lr=0.05)
     for _ in range(4):
@@ -566,9 +566,9 @@ def test_vectorised_micro_batches_are_the_same(central):
         model = nn.Sequential(*layers).double()
         x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
         groups = [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "rho": 0.03, "delta": 0.2}]
-        curvature = c.micro_batch(4, vectorised=vectorised)
-        difference = "central" if central else "forward"
-        opt = SGDTracer(groups, lr=0.1, rho=0.01, f0=0.1, curvature=curvature, model=model, difference=difference)
+        curvature = (vectorised_micro_batch if vectorised else c.micro_batch)(4)
+        engine = FiniteDifference(central=central)
+        opt = SGDTracer(groups, lr=0.1, rho=0.01, f0=0.1, curvature=curvature, model=model, engine=engine)
         losses = [opt.step(lambda x, y: cross_entropy(model(x), y), x, y).item() for _ in range(3)]
         return [*model.state_dict().values(), torch.tensor([*losses, opt.stats.trace_ratio]).double()]
 
@@ -580,10 +580,12 @@ def test_vectorised_micro_batches_replay_their_dropout():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
-    curvature = c.micro_batch(2, vectorised=True)
+    curvature = vectorised_micro_batch(2)
     sizes = []
     for radius in (1e-4, 1e-5):
-        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.05, curvature=curvature, model=model, radius=radius)
+        opt = SGDTracer(
+            model.parameters(), lr=0.0, rho=0.05, curvature=curvature, model=model, engine=FiniteDifference(radius)
+        )
         torch.manual_seed(3)
         opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
         sizes.append(opt.stats.penalty_ratio)
@@ -594,7 +596,7 @@ def test_vectorised_micro_batches_that_do_not_divide_the_batch():
     results = []
     for vectorised in (True, False):
         made = make(mlp)
-        curvature = c.micro_batch(2, vectorised=vectorised)
+        curvature = (vectorised_micro_batch if vectorised else c.micro_batch)(2)
         opt = SGDTracer(made.params, lr=0.05, rho=0.01, curvature=curvature, model=made.model)
         opt.step(made.loss_of, made.x, made.y)
         results.append(made.params)
@@ -642,7 +644,7 @@ def test_micro_batches_take_batches_of_any_shape():
         seen.append((len(batch["x"]), len(batch["more"][0]), reduction))
         return cross_entropy(made.model(batch["x"]), batch["more"][0], reduction=reduction)
 
-    opt = SGDTracer(made.params, lr=0.05, rho=0.01, curvature=c.micro_batch(2))
+    opt = SGDTracer(made.params, lr=0.05, rho=0.01, curvature=c.micro_batch(2), f0=0.1)
     opt.step(closure, {"x": made.x, "more": [made.y]}, "mean")
     assert seen == [(2, 2, "mean")] * 4 + [(1, 1, "mean")] * 2
 
@@ -669,9 +671,9 @@ def test_dropout_masks_agree_between_a_micro_batchs_passes():
     start = copy.deepcopy(model.state_dict())
     x, y = torch.randn(6, 4).double(), torch.randint(3, (6,))
     results = []
-    for engine, options in (("exact", {}), ("finite-difference", {"radius": 1e-5, "difference": "central"})):
+    for engine in ("exact", FiniteDifference(1e-5, central=True)):
         model.load_state_dict(start)
-        opt = SGDTracer(model.parameters(), lr=0.1, rho=0.05, curvature=c.micro_batch(2), engine=engine, **options)
+        opt = SGDTracer(model.parameters(), lr=0.1, rho=0.05, curvature=c.micro_batch(2), engine=engine)
         torch.manual_seed(9)
         opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
         results.append([p.detach().clone() for p in model.parameters()])
@@ -756,7 +758,6 @@ def test_hooks_and_graphs_are_gone_after_a_step():
     opt = SGDTracer(made.params, lr=0.1, curvature=c.per_example, model=made.model)
     opt.step(made.loss_of)
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in made.model.modules())
-    assert opt._evaluation is None
     assert not any(p.grad.requires_grad for p in made.params)
 
 
@@ -774,7 +775,7 @@ def test_the_penalty_forgets_its_recording():
 def test_an_optimiser_with_an_estimator_can_be_pickled(estimator):
     made = make(mlp)
     opt = SGDTracer(made.params, lr=0.1, curvature=estimator, model=made.model)
-    assert pickle.loads(pickle.dumps(opt)).curvature == opt.curvature
+    assert pickle.loads(pickle.dumps(opt)).method == opt.method
 
 
 # Refusals.
@@ -856,7 +857,8 @@ def test_an_embedding_that_mixes_examples_is_refused_by_name():
 
 def test_a_model_that_the_closure_does_not_call_is_refused():
     used, other = nn.Linear(4, 3), nn.Linear(4, 3)
-    opt = SGDTracer(used.parameters(), lr=0.1, curvature=c.per_example, model=other)
+    params = [*used.parameters(), *other.parameters()]
+    opt = SGDTracer(params, lr=0.1, curvature=c.per_example, model=other)
     with pytest.raises(ValueError, match="model="):
         opt.step(lambda: used(torch.randn(3, 4)).square().mean())
 
@@ -898,7 +900,7 @@ def test_outputs_with_positions_are_refused():
         ({"average": 3}, "average must be an estimator"),
         ({"curvature": c.per_example}, "pass model="),
         ({"curvature": c.micro_batch(2), "average": c.micro_batch(3)}, "choose one size"),
-        ({"curvature": c.micro_batch(2, vectorised=True)}, "needs model="),
+        ({"curvature": vectorised_micro_batch(2)}, "needs model="),
         ({"curvature": c.hutchinson(), "engine": "finite-difference"}, "leave engine out"),
         ({"average": c.micro_batch(3), "engine": "exact"}, "takes it in parts"),
     ],
@@ -947,7 +949,7 @@ def test_micro_batch_needs_the_batch():
         {"curvature": c.micro_batch(2), "average": c.gradient_magnitude},
         {"average": c.micro_batch(2)},
     ],
-    ids=str,
+    ids=["average", "numerator", "micro-batches"],
 )
 def test_loops_without_closure_are_refused(options, rho):
     """Also at ρ = 0, where no second pass is due: f would follow something else."""
@@ -968,7 +970,7 @@ def test_vectorised_micro_batches_of_any_number():
         calls.append(x.shape)
         return model(x).square().mean()
 
-    opt = SGDTracer(model.parameters(), lr=0.1, curvature=c.micro_batch(1, vectorised=True), model=model)
+    opt = SGDTracer(model.parameters(), lr=0.1, curvature=vectorised_micro_batch(1), model=model)
     opt.step(closure, torch.randn(49, 2))
     assert len(calls) == 2
 
@@ -1061,7 +1063,7 @@ def test_a_layer_called_otherwise_has_no_difference_per_example():
 
 def test_stacked_weights_must_be_the_models():
     model, extra = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
-    opt = SGDTracer([*model.parameters(), extra], lr=0.1, curvature=c.micro_batch(2, vectorised=True), model=model)
+    opt = SGDTracer([*model.parameters(), extra], lr=0.1, curvature=vectorised_micro_batch(2), model=model)
     with pytest.raises(ValueError, match=r"shape \(3,\) is not in model="):
         opt.step(lambda x: (model(x) * extra).square().mean(), torch.randn(4, 4))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import AdamTracer, SGDTracer, curvature
+from gtracer import AdamTracer, FiniteDifference, SGDTracer, curvature
 from gtracer.optim import directions
 
 
@@ -58,11 +58,11 @@ def grown(factor, scale_free=True, **options):
 
 
 OPTIONS = {
-    "finite difference": {"radius": 1e-5, "difference": "central"},
+    "finite difference": {"engine": FiniteDifference(1e-5, central=True)},
     "exact": {"engine": "exact"},
     "per example": {"curvature": curvature.per_example},
     "a constant f₀": {"engine": "exact", "f0": 0.0},
-    "compiled": {"radius": 1e-5, "compiled": True},
+    "compiled": {"engine": FiniteDifference(1e-5), "implementation": "compiled"},
     "micro-batches": {"engine": "exact", "curvature": curvature.micro_batch(16)},
 }
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy, linear, normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from gtracer import SAM, AdamWTracer, Clip, SGDTracer
+from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer
 from gtracer.curvature import micro_batch
+from gtracer.experimental import PreviousStep
 
 OPTIMIZERS = {
     "SGDTracer": lambda params, **own: SGDTracer(params, lr=0.1, momentum=0.9, rho=0.02, delta=0.05, **own),
@@ -98,7 +99,7 @@ def test_the_penalty_is_that_of_the_global_batch(name, views):
 
 
 def test_both_displaced_gradients_are_kept_apart_in_buckets():
-    central = {"difference": "central"}
+    central = {"engine": FiniteDifference(central=True)}
     agree(together(ddp, "SGDTracer", central, {}, True), alone("SGDTracer", **central))
 
 
@@ -192,8 +193,9 @@ def test_sam_of_each_process():
 def counting(rank, words):
     """How many exchanges a step makes."""
     model = DistributedDataParallel(network())
+    own = {"f0": 0.1}  # else the first step makes one more, for f₀
     model.register_comm_hook(None, allreduce_hook)  # what it does anyway, but where it can be counted
-    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model, **own)
     (x, y), original, calls = batches()[0], distributed.all_reduce, 0
 
     def counted(*args, **kwargs):
@@ -351,7 +353,9 @@ def test_a_sharded_checkpoint_goes_on_on_any_number_of_processes(name, world, tm
     agree(together(the_rest, name, tmp_path / "checkpoint", world, {}, world=world), alone(name))
 
 
-@pytest.mark.parametrize("own", [{"interval": 3, "reuse": 0.5}, {"reuse": "previous"}, {"scale_free": True}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{"interval": 3, "reuse": 0.5}, {"reuse": PreviousStep()}, {"scale_free": True}], ids=str
+)
 def test_a_sharded_checkpoint_of_what_is_reused(own, tmp_path):
     together(half_way, "SGDTracer", tmp_path / "checkpoint", own)
     agree(together(the_rest, "SGDTracer", tmp_path / "checkpoint", 2, own), alone("SGDTracer", **own))
@@ -374,8 +378,8 @@ def test_all_processes_refuse_a_step_without_passes():
 
 
 def test_a_sharded_update_is_not_compiled():
-    with pytest.raises(AssertionError, match="compiled = True is for whole tensors"):
-        together(sharded, "SGDTracer", {"compiled": True})
+    with pytest.raises(AssertionError, match="implementation = 'compiled' is for whole tensors"):
+        together(sharded, "SGDTracer", {"implementation": "compiled"})
 
 
 # The harness itself.

@@ -11,8 +11,8 @@ from problems import PROBLEMS, Problem, Vector, make, quadratic, relative_error,
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gtracer import SGDTracer
-from gtracer.penalty import direction, exact, finite_difference
+from gtracer import FiniteDifference, SGDTracer
+from gtracer.optim.engines import direction, exact, finite_difference
 
 
 def run(passes, gradient_at):
@@ -73,7 +73,7 @@ def test_order_of_the_finite_difference(central, slope):
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_engines_agree(problem):
     steps = []
-    for options in ({"engine": "exact"}, {"radius": 1e-4, "difference": "central"}):
+    for options in ({"engine": "exact"}, {"engine": FiniteDifference(1e-4, central=True)}):
         made = make(problem)
         opt = SGDTracer(made.model.parameters(), lr=0.1, rho=0.01, model=made.model, **options)
         opt.step(lambda made=made: made.loss_of(0))

@@ -9,7 +9,8 @@ from problems import relative_error
 from test_two_pass import MAKERS, every_optimiser
 from torch import nn
 
-from gtracer import AdamWTracer, SGDTracer, curvature
+from gtracer import AdamWTracer, FiniteDifference, SGDTracer, curvature
+from gtracer.experimental import vectorised_micro_batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +43,8 @@ def test_same_as_on_the_cpu(maker):
         assert opt.stats.as_dict()[name] == pytest.approx(value, rel=1e-6, nan_ok=True)
 
 
-OWN = {"lean": {"lean": True}, "scale-free": {"scale_free": True}, "both": {"lean": True, "scale_free": True}}
+LEAN = {"implementation": "compiled"}
+OWN = {"lean": LEAN, "scale-free": {"scale_free": True}, "both": LEAN | {"scale_free": True}}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -136,7 +138,7 @@ def test_autocast_keeps_the_penalty():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)).cuda()
         x, y = torch.randn(256, 16, device="cuda"), torch.randint(3, (256,), device="cuda")
-        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.01, delta=0.01, radius=0.5)
+        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.01, delta=0.01, engine=FiniteDifference(0.5))
 
         def closure():
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -152,7 +154,7 @@ ESTIMATORS = {
     "gradient_magnitude": {},
     "exact": {"engine": "exact"},
     "micro_batch": {"curvature": curvature.micro_batch(4)},
-    "vectorised": {"curvature": curvature.micro_batch(4, vectorised=True)},
+    "vectorised": {"curvature": vectorised_micro_batch(4)},
     "per_example": {"curvature": curvature.per_example},
     "average": {"average": curvature.per_example},
     "gauss_newton": {"curvature": curvature.gauss_newton()},

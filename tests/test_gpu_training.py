@@ -12,7 +12,7 @@ from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from gtracer import AdamWTracer, Clip, SGDTracer
+from gtracer import AdamWTracer, Clip, FiniteDifference, SGDTracer
 from gtracer.lab.bench import Transformer
 
 pytestmark = [
@@ -161,7 +161,7 @@ def test_flash_attention_in_the_finite_difference():
     def penalised(backend, rho):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).cuda()
-        opt = SGDTracer(layer.parameters(), lr=0.0, rho=rho, delta=0.01, radius=0.2)
+        opt = SGDTracer(layer.parameters(), lr=0.0, rho=rho, delta=0.01, engine=FiniteDifference(0.2))
         x = torch.randn(4, 32, 64, device="cuda")
 
         def closure():

@@ -14,12 +14,14 @@ from gtracer import (
     SAM,
     AdamTracer,
     AdamWTracer,
+    FiniteDifference,
     RhoScheduler,
     SGDTracer,
     Tracer,
     TracerPenalty,
     linear_warmup,
 )
+from gtracer.experimental import Ridge
 
 
 def scheduled(optimizer, name):
@@ -183,7 +185,7 @@ def test_exact_engine_with_frozen_and_unused():
     assert relative_error(made.weights(), twins.weights()) < 1e-12
 
 
-@pytest.mark.parametrize("options", [{"engine": "exact"}, {"radius": 1e-5, "difference": "central"}], ids=str)
+@pytest.mark.parametrize("options", [{"engine": "exact"}, {"engine": FiniteDifference(1e-5, central=True)}], ids=str)
 def test_tied_parameters_are_one(options):
     """An embedding shared by two layers: ∇T counts it once, with both of its gradients summed."""
 
@@ -238,13 +240,14 @@ def test_a_copy_goes_on_alike_and_apart(maker, duplicate):
 
 
 def test_a_plain_checkpoint_can_be_taken_up():
-    """Train with torch's SGD, load its state into SGDTracer: momentum is kept, TRACER's knobs are the new ones."""
+    """Train with torch's SGD, load its state into SGDTracer: momentum is kept, TRACER's hyper-parameters are the new ones, and f starts anew."""
     made = make(tanh_mlp)
     plain = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
     made.loss_of(0).backward()
     plain.step()
     opt = SGDTracer(made.model.parameters(), lr=0.5, momentum=0.9, rho=0.02)
-    opt.load_state_dict(plain.state_dict())
+    with pytest.warns(UserWarning, match="f starts anew"):
+        opt.load_state_dict(plain.state_dict())
     assert opt.param_groups[0]["lr"] == 0.1
     assert opt.param_groups[0]["rho"] == 0.02
     first = next(iter(made.model.parameters()))
@@ -257,7 +260,7 @@ def test_a_plain_checkpoint_can_be_taken_up():
 def test_ridge_of_the_prior_is_a_term_of_the_loss(cls, rho):
     """For SGD, ρ/η · w is weight decay of that strength; in Adam it joins the first moment alone. f never sees it."""
     ours, plain = make(tanh_mlp), make(tanh_mlp)
-    opt = cls(ours.model.parameters(), lr=0.01, rho=rho, eta=0.5, engine="exact")
+    opt = cls(ours.model.parameters(), lr=0.01, rho=rho, transforms=[Ridge(0.5)], engine="exact")
     other = cls(plain.model.parameters(), lr=0.01, rho=rho, engine="exact", weight_decay=0.0)
     opt.param_groups[0]["weight_decay"] = 0.0
     if cls is SGDTracer:

@@ -19,7 +19,8 @@ from test_lab_tasks import cifar_pickle, task_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import SAM, AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer, cli, curvature
+from gtracer import SAM, AdamTracer, AdamWTracer, Clip, Exact, FiniteDifference, SGDTracer, Tracer, cli, curvature
+from gtracer.experimental import PartialBatch, Precondition, PreviousStep, Ridge
 from gtracer.lab import environment, files, optimizers, tasks
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
@@ -27,6 +28,7 @@ from gtracer.lab.record import Record
 from gtracer.lab.run import CHECKPOINT, Run, learning_rate_factor
 from gtracer.lab.train import record_in, train
 from gtracer.lab.watch import TensorBoard
+from gtracer.optim import TwoPassOptimizer
 
 SMALL = Config(label_noise=0.5, epochs=3, width=16, rho=0.01, batch_size=256)
 
@@ -344,28 +346,31 @@ def test_optimisers_by_name(name, kind, tmp_path):
     assert type(built) is kind
     assert built.param_groups[0]["lr"] == 1e-3
     assert built.param_groups[0]["weight_decay"] == 0.1
-    assert getattr(built, "adaptive", False) == name.endswith("asam")
-    if hasattr(built, "knobs"):
-        assert built.knobs(built.param_groups[0])["rho"] == 0.001
+    if isinstance(built, TwoPassOptimizer):
+        assert getattr(built.method, "adaptive", False) == name.endswith("asam")
+        assert built.hyperparameters(built.param_groups[0])["rho"] == 0.001
         assert built.model is model
     train(config, tmp_path, [])
 
 
-def test_every_knob_reaches_the_optimiser():
-    knobs = {
-        "rho": 0.1,
-        "beta": 0.2,
-        "delta": 0.3,
-        "f0": 0.4,
-        "engine": "exact",
-        "radius": 0.5,
-        "difference": "central",
-    }
-    knobs |= {"preconditioned": True, "eta": 9.0}
-    built = optimizers.build(replace(SMALL, **knobs, interval=3, momentum=0.7, nesterov=True), nn.Linear(2, 2))
-    for name, value in knobs.items():
-        assert (built.param_groups[0].get(name) if name in built.param_groups[0] else getattr(built, name)) == value
+def test_every_hyperparameter_reaches_the_optimiser():
+    groups = {"rho": 0.1, "beta": 0.2, "delta": 0.3, "f0": 0.4}
+    asked = groups | {"preconditioned": True, "eta": 9.0, "radius": 0.5, "difference": "central"}
+    built = optimizers.build(replace(SMALL, **asked, interval=3, momentum=0.7, nesterov=True), nn.Linear(2, 2))
+    assert groups.items() <= built.param_groups[0].items()
+    assert built.transforms == (Ridge(9.0), Precondition())
+    assert built.method.engine == FiniteDifference(0.5, central=True)
     assert built.interval == 3
+    for own, engine in (
+        ({"engine": "exact"}, Exact()),
+        ({"share": 0.5, "radius": 0.2}, PartialBatch(0.5, 0.2)),
+        ({}, FiniteDifference()),
+    ):
+        assert optimizers.build(replace(SMALL, **own), nn.Linear(2, 2)).method.engine == engine
+    assert optimizers.build(replace(SMALL, reuse="previous"), nn.Linear(2, 2)).reuse == PreviousStep()
+    for own in ({"engine": "double"}, {"difference": "backward"}, {"reuse": "next"}):
+        with pytest.raises(LabError, match=f"{next(iter(own))} must be"):
+            optimizers.build(replace(SMALL, **own), nn.Linear(2, 2))
     assert built.param_groups[0]["momentum"] == 0.7
     assert built.param_groups[0]["nesterov"] is True
     adam = optimizers.build(
@@ -373,7 +378,10 @@ def test_every_knob_reaches_the_optimiser():
     )
     assert (adam.param_groups[0]["betas"], adam.param_groups[0]["eps"]) == ((0.8, 0.9), 1e-4)
     fed = replace(SMALL, optimizer="adamw-tracer", second_moment="loss")
-    assert optimizers.build(fed, nn.Linear(2, 2)).second_moment == "loss"
+    assert not optimizers.build(fed, nn.Linear(2, 2)).rule.of_total
+    assert optimizers.build(replace(fed, second_moment="total"), nn.Linear(2, 2)).rule.of_total
+    with pytest.raises(LabError, match="second_moment = 'total' is for squared gradients"):
+        optimizers.build(replace(fed, second_moment="total", curvature="hutchinson"), nn.Linear(2, 2))
     for other in ("adamw", "adam-sam", "sgd-tracer", "rmsprop-tracer"):
         with pytest.raises(LabError, match=f"second_moment = 'loss' is for adam-tracer .*, not {other}"):
             optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
@@ -383,7 +391,7 @@ def test_every_knob_reaches_the_optimiser():
                 built = optimizers.build(Config(task=task, optimizer=name, rho=given), nn.Linear(2, 2))
                 assert built.param_groups[0]["rho"] == expected
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
-    assert asam.eta == 0.7
+    assert asam.method.eta == 0.7
     for name in ("adam-tracer", "rmsprop-tracer", "asam"):
         assert optimizers.build(replace(SMALL, optimizer=name, clip=0.5), nn.Linear(2, 2)).clip == Clip(norm=0.5)
 
@@ -407,7 +415,7 @@ def test_a_gradient_that_is_too_long_is_clipped(name):
 def test_exact_engine_trains_alike(tmp_path):
     """Central difference of small radius against double backward: the same curves within float32."""
     exact = train(replace(SMALL, engine="exact", model="mlp"), tmp_path / "a", [])
-    close = train(replace(SMALL, difference="central", radius=0.01, model="mlp"), tmp_path / "b", [])
+    close = train(replace(SMALL, engine=FiniteDifference(central=True), radius=0.01, model="mlp"), tmp_path / "b", [])
     assert close.curves["train_loss"] == pytest.approx(exact.curves["train_loss"], rel=1e-2)
 
 
@@ -701,12 +709,12 @@ def test_estimators_by_name(name, estimator, tmp_path):
     """For the numerator and for the average, and each of them trains."""
     config = replace(SMALL, model="mlp", curvature=name, epochs=1, rho=1e-5)
     built = optimizers.build(config, nn.Linear(2, 2))
-    assert built.curvature.numerator == built.curvature.average == estimator
+    assert built.method.curvature.numerator == built.method.curvature.average == estimator
     record = train(config, tmp_path / name, [])
     assert math.isfinite(record.curves["train_loss"][-1])
     apart = optimizers.build(replace(config, optimizer="rmsprop-tracer", curvature=None, average=name), nn.Linear(2, 2))
-    assert apart.curvature.numerator is curvature.gradient_magnitude
-    assert apart.curvature.average == estimator
+    assert apart.method.curvature.numerator is curvature.gradient_magnitude
+    assert apart.method.curvature.average == estimator
 
 
 @pytest.mark.parametrize("name", ["per-exemple", "micro-batch-0", "micro-batch-", "micro-batch-x"])

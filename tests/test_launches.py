@@ -68,7 +68,7 @@ def test_a_capture_saves_no_statistics_for_a_step_that_fails(monkeypatch):
     """Nothing is computed before the replay; the second pass still puts back what it moves."""
     maker, _ = MAKERS["sgd"]
     eager = own_calls(maker, 2)
-    monkeypatch.setattr("gtracer.optim.two_pass.is_capturing", lambda: True)
+    monkeypatch.setattr("gtracer.optim.optimizer.is_capturing", lambda: True)
     monkeypatch.setattr(SGDTracer, "_check_capture", lambda self: None)
     assert own_calls(maker, 2) == eager - 3  # copies of floats and of counts; a look at the random numbers
 
@@ -84,7 +84,7 @@ def test_a_learning_rate_that_sgd_would_read_back_is_not_captured(tracer, monkey
             opt = SAM(torch.optim.SGD([p], **own), nonfinite="ignore")
         with monkeypatch.context() as patch:
             opt.step(lambda: p.square().sum())
-            patch.setattr("gtracer.optim.two_pass.is_capturing", lambda: True)
+            patch.setattr("gtracer.optim.optimizer.is_capturing", lambda: True)
             opt.step(lambda: p.square().sum())
 
     captured(lr=0.1)

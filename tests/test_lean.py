@@ -1,4 +1,4 @@
-"""`lean=True`: the same steps without a copy of the weights."""
+"""`implementation="compiled"` keeps no copy of the weights: the same steps, with nothing compiled here."""
 
 import pytest
 import torch
@@ -6,16 +6,23 @@ from problems import relative_error
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import AdamWTracer, SGDTracer, Tracer, curvature
+from gtracer import AdamWTracer, FiniteDifference, SGDTracer, Tracer, curvature
+from gtracer.experimental import PreviousStep
 from gtracer.lab.bench import peak
 from gtracer.scopes import moved
 
 MAKERS = {
     "sgd": lambda p, **k: SGDTracer(p, lr=0.1, momentum=0.9, rho=0.02, delta=0.05, **k),
-    "adamw": lambda p, **k: AdamWTracer(p, lr=0.01, rho=0.02, delta=0.05, **k),
+    "adamw": lambda p, **k: AdamWTracer(p, lr=0.01, rho=0.02, delta=0.05, capturable=True, **k),
     "rmsprop": lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01), rho=0.02, delta=0.05, **k),
 }
+LEAN = {"implementation": "compiled"}
 every_optimiser = pytest.mark.parametrize("name", MAKERS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr("gtracer.optim.compiler.compiled", lambda function: function)
 
 
 def with_closure(opt, loss_of):
@@ -45,7 +52,7 @@ def trained(name, style=with_closure, dtype=torch.float64, steps=8, **options):
 @pytest.mark.parametrize("style", [with_closure, with_perturbed])
 @pytest.mark.parametrize("options", [{}, {"scale_free": True}, {"interval": 3}, {"f0": 1.0}], ids=str)
 def test_the_same_trajectory_to_rounding(name, style, options):
-    lean, _ = trained(name, style, lean=True, **options)
+    lean, _ = trained(name, style, **LEAN, **options)
     kept, _ = trained(name, style, **options)
     assert relative_error(lean, kept) < 1e-12
     assert not all(torch.equal(a, b) for a, b in zip(lean, kept, strict=True))  # so it is another way
@@ -53,7 +60,7 @@ def test_the_same_trajectory_to_rounding(name, style, options):
 
 @every_optimiser
 def test_rounding_does_not_grow(name):
-    lean, _ = trained(name, dtype=torch.float32, steps=100, lean=True)
+    lean, _ = trained(name, dtype=torch.float32, steps=100, **LEAN)
     kept, _ = trained(name, dtype=torch.float32, steps=100)
     reference, _ = trained(name, steps=100)
     assert relative_error(lean, reference) < 3 * relative_error(kept, reference) + 1e-5
@@ -62,7 +69,7 @@ def test_rounding_does_not_grow(name):
 @every_optimiser
 def test_a_second_pass_that_fails_leaves_the_weights_within_a_rounding(name):
     model = nn.Linear(50, 20)
-    opt = MAKERS[name](model.parameters(), lean=True)
+    opt = MAKERS[name](model.parameters(), **LEAN)
     x, calls = torch.randn(30, 50), []
 
     def closure():
@@ -83,7 +90,7 @@ def test_a_second_pass_that_fails_leaves_the_weights_within_a_rounding(name):
 @pytest.mark.parametrize(("nonfinite", "passes_seen"), [("skip", 0), ("raise", 0), ("ignore", 1)])
 def test_statistics_after_a_second_pass_that_fails(nonfinite, passes_seen):
     norm = nn.BatchNorm1d(3)
-    opt = SGDTracer(norm.parameters(), lr=0.1, lean=True, model=norm, nonfinite=nonfinite)
+    opt = SGDTracer(norm.parameters(), lr=0.1, **LEAN, model=norm, nonfinite=nonfinite)
     calls = []
 
     def closure():
@@ -100,7 +107,7 @@ def test_statistics_after_a_second_pass_that_fails(nonfinite, passes_seen):
 
 def test_an_overflow_leaves_no_statistics_in_a_lean_step():
     norm = nn.BatchNorm1d(3)
-    opt = SGDTracer(norm.parameters(), lr=0.1, lean=True, model=norm, nonfinite="skip")
+    opt = SGDTracer(norm.parameters(), lr=0.1, **LEAN, model=norm, nonfinite="skip")
     opt.step(lambda: norm(torch.full((8, 3), torch.inf)).square().mean())
     assert torch.equal(norm.running_mean, torch.zeros(3))
 
@@ -108,9 +115,9 @@ def test_an_overflow_leaves_no_statistics_in_a_lean_step():
 @pytest.mark.parametrize(
     ("make", "plain", "copies"),
     [
-        (lambda p: SGDTracer(p, momentum=0.9, lean=True), lambda p: torch.optim.SGD(p, momentum=0.9), 2),
+        (lambda p: SGDTracer(p, momentum=0.9, **LEAN), lambda p: torch.optim.SGD(p, momentum=0.9), 2),
         (lambda p: SGDTracer(p, momentum=0.9), lambda p: torch.optim.SGD(p, momentum=0.9), 4),
-        (lambda p: AdamWTracer(p, lean=True), torch.optim.AdamW, 1),
+        (lambda p: AdamWTracer(p, **LEAN), torch.optim.AdamW, 1),
     ],
     ids=["sgd, lean", "sgd", "adamw, lean"],
 )
@@ -135,14 +142,26 @@ def test_copies_of_the_weights(make, plain, copies):
 
 @pytest.mark.parametrize(
     "options",
-    [{"engine": "exact"}, {"difference": "central"}, {"reuse": "previous"}, {"curvature": curvature.micro_batch(2)}],
-    ids=str,
+    [
+        {"engine": "exact"},
+        {"engine": FiniteDifference(central=True)},
+        {"reuse": PreviousStep()},
+        {"curvature": curvature.micro_batch(2)},
+    ],
+    ids=["exact", "central", "previous", "micro-batches"],
 )
-def test_refused_where_nothing_can_be_computed_again(options):
-    with pytest.raises(ValueError, match="lean = True is for the forward difference"):
-        SGDTracer([nn.Parameter(torch.ones(2))], lean=True, **options)
-    with pytest.raises(ValueError, match="lean must be"):
-        SGDTracer([nn.Parameter(torch.ones(2))], lean="yes")
+def test_where_nothing_can_be_computed_again_the_weights_are_copied(options):
+    """Bit for bit the steps of the other implementation."""
+    torch.manual_seed(0)
+    start, x = torch.randn(4, 3).double(), torch.randn(6, 4).double()
+    found = []
+    for own in ({}, LEAN):
+        w = nn.Parameter(start.clone())
+        opt = SGDTracer([w], lr=0.1, rho=0.02, **options, **own)
+        for _ in range(3):
+            opt.step(lambda x, w=w: (x @ w).tanh().square().mean(), x)
+        found.append(w.detach())
+    assert torch.equal(*found)
 
 
 def test_weights_come_back_after_an_error_in_the_scope():

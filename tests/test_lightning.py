@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gtracer import Clip, SGDTracer
+from gtracer import Clip, FiniteDifference, SGDTracer
 
 lightning = pytest.importorskip("lightning")
 
@@ -140,7 +140,13 @@ def test_the_trajectory_and_the_loss_of_the_plain_loop(kind, precision, dtype):
 
 @pytest.mark.parametrize(
     "own",
-    [{}, {"clip": Clip(norm=0.1)}, {"clip": Clip(norm=0.1, of="loss")}, {"interval": 2}, {"difference": "central"}],
+    [
+        {},
+        {"clip": Clip(norm=0.1)},
+        {"clip": Clip(norm=0.1, of="loss")},
+        {"interval": 2},
+        {"engine": FiniteDifference(central=True)},
+    ],
     ids=str,
 )
 def test_float16(own):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import SAM, AdamWTracer, Clip, NonFiniteError, SGDTracer, Tracer
+from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, NonFiniteError, SGDTracer, Tracer
 from gtracer.curvature import hutchinson, micro_batch
 
 TRACER = {"rho": 0.02, "delta": 0.05}
@@ -69,7 +69,9 @@ def test_the_whole_batch_in_parts(make, sizes, own_backward):
     torch.testing.assert_close(setting.weights(make, in_parts), setting.weights(make, plain), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("own", [{"difference": "central"}, {"engine": "exact"}, {"interval": 2}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{"engine": FiniteDifference(central=True)}, {"engine": "exact"}, {"interval": 2}], ids=str
+)
 def test_the_whole_batch_in_parts_with_other_passes(own):
     setting, make = Setting(), OPTIMIZERS["SGDTracer"]
 
@@ -138,7 +140,7 @@ def test_dropout_is_replayed_part_by_part(penalty, order):
     setting, masks = Setting(torch.float64, nn.Dropout(0.5)), []
     model = setting.start
     model[2].register_forward_hook(lambda module, inputs, output: masks.append(output.detach() == 0))
-    opt = SGDTracer(model.parameters(), lr=0.1, **TRACER)
+    opt = SGDTracer(model.parameters(), lr=0.1, f0=0.1, **TRACER)
     x, y = setting.x[0], setting.y[0]
     opt.step(lambda x, y: cross_entropy(model(x), y), batches=cut(x, y, 6, 6), penalty=penalty)
     assert len(masks) == 4

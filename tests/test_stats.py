@@ -89,7 +89,7 @@ def test_a_loop_without_closure_tells_no_loss(maker):
     opt = maker(made.model.parameters())
     opt.zero_grad()
     made.loss_of(0).backward()
-    for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+    for _ in range(2 if opt.is_central else 1):
         with opt.perturbed():
             made.loss_of(0).backward()
     opt.step()

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from torch.nn.utils import parameters_to_vector  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
 
-from gtracer import SAM, AdamWTracer, SGDTracer, TracerPenalty  # noqa: E402
+from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, TracerPenalty
 from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -128,7 +128,7 @@ def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
 def test_the_numbers_in_the_log_are_those_of_the_definition(tmp_path):
     """T = Σ g²/(f + δ) with f = f₀ at first, and ρ∇T as a difference of gradients."""
     model, radius, scale = bert().double(), 0.05, 0.01 / (0.1 + 0.05)
-    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.01, delta=0.05, f0=0.1, radius=radius)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.01, delta=0.05, f0=0.1, engine=FiniteDifference(radius))
     _, made = trained(tmp_path, Watched, model=model, words={"optimizers": (opt, None)}, max_steps=1)
     twin = bert().double().train()
     params = list(twin.parameters())
@@ -160,7 +160,9 @@ def test_batch_norm_sees_one_pass(tmp_path, accumulation):
     """Its statistics are the plain Trainer's; without learning rate, so that the weights are, too."""
     ours, theirs = Normed(), Normed()
     own = {"learning_rate": 0.0, "gradient_accumulation_steps": accumulation}
-    _, made = trained(tmp_path, model=ours, words={"tracer": TRACER | {"radius": 1.0, "model": ours}}, **own)
+    _, made = trained(
+        tmp_path, model=ours, words={"tracer": TRACER | {"engine": FiniteDifference(1.0), "model": ours}}, **own
+    )
     trained(tmp_path, Trainer, model=theirs, words={}, **own)
     torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
     assert theirs.layers[1].num_batches_tracked == 6
@@ -236,7 +238,7 @@ def test_bf16(tmp_path):
 
 
 def test_central_differences_and_intervals(tmp_path):
-    for own in ({"difference": "central"}, {"interval": 2}):
+    for own in ({"engine": FiniteDifference(central=True)}, {"interval": 2}):
         found, made = trained(tmp_path, Watched, words={"tracer": TRACER | own})
         expected, _ = by_hand(made.seen, 1, **own)
         start = parameters_to_vector(bert().parameters())

@@ -6,13 +6,14 @@ from problems import PROBLEMS, conv_batch_norm, make, relative_error, tanh_mlp
 from test_plain import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
 from twin import AdamTwin, SGDTwin, penalised_gradient
 
-from gtracer import AdamTracer, AdamWTracer, SGDTracer, Tracer, TracerPenalty
+from gtracer import AdamTracer, AdamWTracer, FiniteDifference, SGDTracer, Tracer, TracerPenalty
+from gtracer.experimental import loss_gradient
 
 STEPS = 8
 # The central difference is exact to O(radius²); 1e-4 balances that against rounding in float64.
 ENGINES = [
     ({"engine": "exact"}, 1e-11),
-    ({"engine": "finite-difference", "difference": "central", "radius": 1e-4}, 1e-6),
+    ({"engine": FiniteDifference(1e-4, central=True)}, 1e-6),
 ]
 F0 = [("first-gradient", None), (0.3, 0.3)]
 
@@ -67,12 +68,12 @@ def test_adam(problem, engine, tolerance, ours, decoupled, arguments, f0, twin_f
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("arguments", ADAM_ARGUMENTS, ids=str)
 def test_adam_whose_second_moment_has_seen_the_loss_alone(problem, arguments):
-    arguments = {"weight_decay": 0.0, **arguments, "second_moment": "loss"}
+    arguments = {"weight_decay": 0.0, **arguments}
     knobs = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
     optimizer, twin = follow(
         problem,
-        lambda m: AdamTracer(m.parameters(), model=m, engine="exact", **knobs, **arguments),
-        lambda p: AdamTwin(p, **knobs, **arguments),
+        lambda m: AdamTracer(m.parameters(), model=m, engine="exact", average=loss_gradient, **knobs, **arguments),
+        lambda p: AdamTwin(p, second_moment="loss", **knobs, **arguments),
         1e-9,
     )
     v = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[0]["params"]]
@@ -94,7 +95,7 @@ def test_a_step_is_bounded_where_the_second_moment_has_seen_it():
 
     bound = 1e-3 * (1 - 0.9) / (1 - 0.999) ** 0.5  # Kingma and Ba, section 2.1
     assert largest_step() < 1.1 * bound
-    assert largest_step(second_moment="loss") > 10 * bound
+    assert largest_step(average=loss_gradient) > 10 * bound
 
 
 class BaseTwin:

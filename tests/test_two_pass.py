@@ -5,11 +5,11 @@ import torch
 from problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error, tanh_mlp
 from torch import nn
 
-from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer
+from gtracer import SAM, AdamTracer, AdamWTracer, FiniteDifference, SGDTracer, Tracer
 
 MAKERS = {
     "sgd": lambda p, **k: SGDTracer(p, lr=0.1, momentum=0.9, rho=0.01, **k),
-    "central": lambda p, **k: SGDTracer(p, lr=0.1, rho=0.01, difference="central", **k),
+    "central": lambda p, **k: SGDTracer(p, lr=0.1, rho=0.01, engine=FiniteDifference(central=True), **k),
     "adam": lambda p, **k: AdamTracer(p, lr=0.01, rho=0.01, **k),
     "adamw": lambda p, **k: AdamWTracer(p, lr=0.01, rho=0.01, **k),
     "rmsprop": lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01), rho=0.01, **k),
@@ -37,7 +37,7 @@ def without_closure(opt, loss_of):
     opt.zero_grad()
     loss = loss_of()
     loss.backward()
-    for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+    for _ in range(2 if opt.is_central else 1):
         with opt.perturbed():
             loss_of().backward()
     opt.step()
@@ -129,14 +129,14 @@ def test_the_displacement_has_the_length_that_was_asked_for():
         lengths.append(sum(((p - s) ** 2).sum() for p, s in zip(made.weights(), start, strict=True)).sqrt().item())
         return made.loss_of(0)
 
-    SGDTracer(made.model.parameters(), rho=0.01, radius=0.07, difference="central").step(closure)
+    SGDTracer(made.model.parameters(), rho=0.01, engine=FiniteDifference(0.07, central=True)).step(closure)
     assert lengths == pytest.approx([0, 0.07, 0.07], rel=1e-9)
 
 
 def test_random_numbers_drawn_before_zero_grad_inside_the_closure():
     """All three passes of a central difference see the same noise, though gradients are cleared after drawing."""
     model, noise = nn.Linear(3, 1), []
-    opt = SGDTracer(model.parameters(), rho=0.01, difference="central")
+    opt = SGDTracer(model.parameters(), rho=0.01, engine=FiniteDifference(central=True))
 
     def closure():
         noise.append(torch.randn(4, 3))
@@ -194,7 +194,7 @@ def test_an_error_inside_perturbed_changes_nothing_and_can_be_retried(maker):
         made.loss_of(0) / (1 // 0)
     assert all(torch.equal(a, b) for a, b in zip(made.everything(), before, strict=True))
     assert torch.equal(torch.get_rng_state(), random)
-    for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+    for _ in range(2 if opt.is_central else 1):
         with opt.perturbed():
             made.loss_of(0).backward()
     opt.step()
@@ -262,7 +262,7 @@ class TestMisuse:
         opt = maker(made.model.parameters())
         opt.zero_grad()
         made.loss_of(0).backward()
-        scopes = 2 if getattr(opt, "difference", "") == "central" else 1
+        scopes = 2 if opt.is_central else 1
         for _ in range(scopes):
             with opt.perturbed():
                 made.loss_of(0).backward()
@@ -290,7 +290,7 @@ class TestMisuse:
         torch.rand(3)
         made.loss_of(0).backward()
         random = torch.get_rng_state()
-        for _ in range(2 if getattr(opt, "difference", "") == "central" else 1):
+        for _ in range(2 if opt.is_central else 1):
             with opt.perturbed():
                 made.loss_of(0).backward()
         opt.step()
@@ -299,7 +299,7 @@ class TestMisuse:
 
 def test_central_needs_both_scopes():
     made = make(tanh_mlp)
-    opt = SGDTracer(made.model.parameters(), rho=0.01, difference="central")
+    opt = SGDTracer(made.model.parameters(), rho=0.01, engine=FiniteDifference(central=True))
     made.loss_of(0).backward()
     with opt.perturbed():
         made.loss_of(0).backward()

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import SGDTracer, TracerPenalty
 from gtracer import variational as v
+from gtracer.experimental import Precondition, Ridge
 from gtracer.variational import Gaussian, hessian_of
 
 RHO, ETA = 0.3, 2.0
@@ -198,12 +199,12 @@ def test_the_last_link_is_the_optimiser():
 
 @pytest.mark.parametrize("prior", [None, 3.0])
 def test_the_preconditioned_form(prior):
-    """`diagonal_step`, with the prior's ridge ρ/η · w where there is one, is SGDTracer(preconditioned=True)."""
+    """`diagonal_step`, with the prior's ridge ρ/η · w where there is one, is SGDTracer with these transforms."""
     w, f = torch.tensor([0.4, -0.7], dtype=torch.float64), torch.full((2,), 0.2, dtype=torch.float64)
     weight = nn.Parameter(w.clone())
-    opt = SGDTracer(
-        [weight], lr=0.1, rho=0.05, beta=0.3, delta=0.01, f0=0.2, engine="exact", preconditioned=True, eta=prior
-    )
+    transforms = [*([] if prior is None else [Ridge(prior)]), Precondition()]
+    hyper = {"rho": 0.05, "beta": 0.3, "delta": 0.01, "f0": 0.2}
+    opt = SGDTracer([weight], lr=0.1, **hyper, engine="exact", transforms=transforms)
     for _ in range(5):
         ridge = 0.0 if prior is None else 0.1 * 0.05 / prior * w / (f + 0.01)
         w, f = v.diagonal_step(loss, v.gradient_magnitude(loss), w, f, 0.1, 0.3, 0.05, 0.01)

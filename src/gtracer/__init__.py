@@ -13,6 +13,8 @@ if TYPE_CHECKING:
         AdamTracer,
         AdamWTracer,
         Clip,
+        Exact,
+        FiniteDifference,
         NonFiniteError,
         RhoScheduler,
         SGDTracer,
@@ -29,6 +31,8 @@ __all__ = [
     "AdamTracer",
     "AdamWTracer",
     "Clip",
+    "Exact",
+    "FiniteDifference",
     "NonFiniteError",
     "RhoScheduler",
     "SGDTracer",
@@ -38,7 +42,7 @@ __all__ = [
     "linear_warmup",
 ]
 
-ROOMS = ("calibration", "curvature", "optim", "penalty", "scopes", "tensors", "variational")
+ROOMS = ("calibration", "curvature", "experimental", "optim", "penalty", "scopes", "tensors", "variational")
 
 
 def __getattr__(name: str) -> Any:

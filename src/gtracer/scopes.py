@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import torch
@@ -100,6 +103,15 @@ class Buffers:
                 where[name] = buffer
         for saved, now in self._pairs:
             torch._foreach_copy_(now, saved)
+
+    @torch.no_grad()
+    def restore_unless(self, healthy: Tensor) -> None:
+        """Where that is 0; on the device, by a few kernels for all of them."""
+        for saved, now in self._pairs:
+            there, before = (torch.cat([x.reshape(-1) for x in xs]) for xs in (now, saved))
+            chosen = torch.where(healthy.to(there.device) > 0, there, before)
+            pieces = torch.split(chosen, [x.numel() for x in now])
+            torch._foreach_copy_(now, [piece.view_as(x) for piece, x in zip(pieces, now, strict=True)])
 
 
 def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:
@@ -257,3 +269,59 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
         yield
     finally:
         default.graphsafe_set_state(everybodys)
+
+
+class Uninterrupted:
+    """Ctrl-C held back inside, except where `opened`: what it would leave half done is finished first.
+
+    A signal is handled between two lines of Python, so between saving weights and entering the scope that puts them
+    back as well. With this around a whole step, KeyboardInterrupt can only come out of the caller's own code, or at the
+    end. In threads, which get no signals, and where SIGINT is not Python's to handle, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+        self._held: tuple[int, FrameType | None] | None = None
+        self._is_open = False
+
+    def __enter__(self) -> Uninterrupted:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+        if self._handler is None:
+            return
+        if signal.getsignal(signal.SIGINT) == self._on_signal:  # unless the caller's code has set another
+            signal.signal(signal.SIGINT, self._handler)
+        self._deliver()
+
+    def open(self) -> None:
+        """Let Ctrl-C through from here on; one that was held back comes now."""
+        self._is_open = True
+        self._deliver()
+
+    def close(self) -> None:
+        """Hold it back again."""
+        self._is_open = False
+
+    def _deliver(self) -> None:
+        held, self._held = self._held, None
+        if held is not None and self._handler is not None:
+            self._handler(*held)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_open and self._handler is not None and not _is_entering_or_leaving(frame):
+            self._handler(number, frame)
+        else:
+            self._held = number, frame
+
+
+def _is_entering_or_leaving(frame: FrameType | None) -> bool:
+    """Whether a scope is on its way in or out, where an exception would pass its clean-up by."""
+    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    return name == "contextlib" or name.startswith(("gtracer.optim", "gtracer.scopes", "gtracer.tensors"))

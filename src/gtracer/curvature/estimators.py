@@ -31,12 +31,16 @@ def gradient_magnitude(at: Evaluation) -> Tensors:
     return squares(at.gradients)
 
 
+def loss_gradient(at: Evaluation) -> Tensors:
+    """The same, told apart by Adam-TRACER, whose second moment it makes that of ∇L alone: see `gtracer.experimental`."""
+    return squares(at.gradients)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """F = mean_k g_k², with g_k the mean gradient of a micro-batch; the optimisers make its passes themselves."""
 
     size: int
-    vectorised: bool = False
 
     def __call__(self, at: Evaluation) -> Tensors:
         if at.losses is None:
@@ -52,7 +56,7 @@ class MicroBatch:
         return total
 
 
-def micro_batch(m: int, *, vectorised: bool = False) -> MicroBatch:
+def micro_batch(m: int) -> MicroBatch:
     """The mean of squared gradients over micro-batches of `m` examples.
 
     An optimiser with it is given the batch, `opt.step(closure, x, y)`, and calls `closure` on parts of it. The
@@ -61,13 +65,9 @@ def micro_batch(m: int, *, vectorised: bool = False) -> MicroBatch:
 
     Args:
         m: Examples of a micro-batch.
-        vectorised: Take all micro-batches in one pass, by `torch.func.vmap` over as many copies of the weights: for
-            small models on a GPU, whose time goes into launching kernels. It needs `model=` and a closure that `vmap`
-            can take. A batch that m does not divide is taken in parts all the same.
     """
     checks.count("m", m)
-    checks.flag("vectorised", vectorised)
-    return MicroBatch(m, vectorised)
+    return MicroBatch(m)
 
 
 @dataclass(frozen=True)
@@ -240,11 +240,6 @@ class Choice:
         sizes = [x.size for x in (self.numerator, self.average) if isinstance(x, MicroBatch)]
         return min(sizes, default=None)
 
-    @property
-    def vectorised(self) -> bool:
-        """Whether the numerator's micro-batches are taken in one pass."""
-        return isinstance(self.numerator, MicroBatch) and self.numerator.vectorised
-
     def measure(self, at: Evaluation) -> tuple[Tensors, Tensors]:
         """F for the numerator, with its graph if so asked, and |F| for the average, without.
 
@@ -283,6 +278,6 @@ def chosen(curvature: Any, average: Any, model: Any) -> Choice:
         if model is None:
             raise ValueError(f"curvature = {curvature!r}, average = {average!r}: to look into the layers, pass model=")
         Recording(model).check()
-    if choice.vectorised and (model is None or choice.average not in (choice.numerator, gradient_magnitude)):
-        raise ValueError(f"curvature = {curvature!r} needs model= and goes with average=gradient_magnitude or none")
+    if check := getattr(curvature, "check", None):
+        check(choice.average, model)
     return choice

@@ -14,9 +14,9 @@ try:
 except ImportError:  # the package's older name
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
+from gtracer.optim import TwoPassOptimizer
 from gtracer.optim.parts import shared
-from gtracer.optim.partwise import PartwiseOptimizer
-from gtracer.optim.two_pass import STEP
+from gtracer.optim.step import COUNT
 
 LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 
@@ -68,7 +68,7 @@ class TracerCallback(Callback):
         """Hand the last step's numbers to the module's log."""
         for i, opt in enumerate(_two_pass(trainer)):
             # The optimiser's own count: trainer.global_step adds up that of all, and misses steps past Lightning.
-            if opt.stats is not None and opt.param_groups[0][STEP] % self.every_n_steps == 0:
+            if opt.stats is not None and opt.param_groups[0][COUNT] % self.every_n_steps == 0:
                 values = {name: getattr(opt.stats, name) for name in LOGGED}
                 prefix = f"tracer{i}" if i else "tracer"
                 pl_module.log_dict({f"{prefix}/{name}": x for name, x in values.items() if not math.isnan(x)})
@@ -121,8 +121,8 @@ def _clips(module: LightningModule) -> bool:
     return type(module).configure_gradient_clipping is not LightningModule.configure_gradient_clipping
 
 
-def _two_pass(trainer: Trainer) -> list[PartwiseOptimizer]:
-    return [opt for opt in trainer.optimizers if isinstance(opt, PartwiseOptimizer)]
+def _two_pass(trainer: Trainer) -> list[TwoPassOptimizer]:
+    return [opt for opt in trainer.optimizers if isinstance(opt, TwoPassOptimizer)]
 
 
 __all__ = ["TracerCallback", "manual_step"]

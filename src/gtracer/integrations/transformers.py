@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from gtracer.optim import AdamWTracer
-from gtracer.optim.partwise import PartwiseOptimizer
+from gtracer.optim import AdamWTracer, TwoPassOptimizer
 from gtracer.penalty import RHO_FINE_TUNING, TracerPenalty
 
 
@@ -92,7 +91,7 @@ class TracerMixin(_MeanLoss):
                 self._window.clear()
         return loss
 
-    def _second_pass(self, model: nn.Module, opt: PartwiseOptimizer) -> None:
+    def _second_pass(self, model: nn.Module, opt: TwoPassOptimizer) -> None:
         for _ in range(1 + opt.is_central):
             with opt.perturbed(scaler=self.accelerator.scaler):
                 for i, (inputs, count) in enumerate(self._window):
@@ -104,9 +103,9 @@ class TracerMixin(_MeanLoss):
         found: Tensor = super().training_step(model, inputs, count)  # type: ignore[misc]
         return found
 
-    def _two_pass_optimizer(self) -> PartwiseOptimizer:
+    def _two_pass_optimizer(self) -> TwoPassOptimizer:
         opt = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(opt, PartwiseOptimizer):
+        if not isinstance(opt, TwoPassOptimizer):
             raise TypeError(
                 f"TracerTrainer needs an optimizer of gtracer, got {type(opt).__name__}: leave it out, or pass "
                 "optimizers=(AdamWTracer(model.parameters()), None)"

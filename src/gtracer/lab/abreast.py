@@ -21,8 +21,8 @@ from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run, device_of
 from gtracer.lab.train import record_in, stop_on_interrupt
 from gtracer.lab.workers import Cell, Event, told
-from gtracer.optim.amortised import PREVIOUS
-from gtracer.optim.two_pass import STEP, TwoPassOptimizer
+from gtracer.optim import TwoPassOptimizer
+from gtracer.optim.step import COUNT
 from gtracer.scopes import drawing_from, twin_of_capture
 
 WIDTH = 8
@@ -186,7 +186,7 @@ class Replayed:
         done = run.epoch * len(self.sizes) + run.step
         if isinstance(run.optimizer, TwoPassOptimizer):
             for group in run.optimizer.param_groups:
-                group[STEP] = done
+                group[COUNT] = done
         return done
 
     def _step(self, size: int, width: int | None) -> Tensor:
@@ -324,17 +324,7 @@ def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
     own: dict[str, Any] = {} if base == "sgd" else {"capturable": on_gpu}
     if scheme != "tracer" or base == "sgd":  # the update is torch's
         own["fused"] = True
-    if scheme == "tracer" and on_gpu and _fits_two_kernels(config, base):
-        own |= {"compiled": True, "lean": True}
     return own
-
-
-def _fits_two_kernels(config: Config, base: str) -> bool:
-    """Whether all of TRACER's arithmetic can be two kernels; compiled otherwise, it would take minutes to start."""
-    estimated = (config.curvature, config.average, config.engine, config.difference)
-    varied = (config.preconditioned, config.eta, config.scale_free, config.share < 1, config.reuse == PREVIOUS)
-    beyond = config.dampening or (base == "adam" and config.weight_decay)
-    return not (any(estimated) or any(varied) or beyond)
 
 
 def _refuse_what_cannot_be_replayed(config: Config) -> None:

@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gtracer import curvature
 from gtracer.curvature import Estimator, Evaluation
+from gtracer.experimental import vectorised_micro_batch
 from gtracer.lab import environment, files
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
@@ -109,7 +110,7 @@ def choices(model: str, micro: int, device: torch.device) -> dict[str, dict[str,
         f"micro_batch({micro})": {"curvature": curvature.micro_batch(micro)},
     }
     if device.type == "cuda":
-        rows[f"micro_batch({micro}), vectorised"] = {"curvature": curvature.micro_batch(micro, vectorised=True)}
+        rows[f"micro_batch({micro}), vectorised"] = {"curvature": vectorised_micro_batch(micro)}
     if model == "resnet20":  # batch norm: no gradient per example
         return rows | {"hutchinson, in f alone": {"average": curvature.hutchinson()}}
     rows |= {

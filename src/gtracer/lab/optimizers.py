@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gtracer import checks, experimental
 from gtracer.curvature import (
     Estimator,
     gauss_newton,
@@ -20,24 +21,12 @@ from gtracer.curvature import (
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.tasks import is_text
-from gtracer.optim import SAM, AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer
+from gtracer.optim import SAM, AdamTracer, AdamWTracer, Clip, Exact, FiniteDifference, SGDTracer, Tracer
 from gtracer.penalty import RHO_FINE_TUNING
 
 ALIASES = {"sam": "sgd-sam", "asam": "sgd-asam"}
 SCHEMES = ("tracer", "sam", "asam")
-TRACER = (
-    "rho",
-    "delta",
-    "f0",
-    "engine",
-    "radius",
-    "difference",
-    "preconditioned",
-    "eta",
-    "scale_free",
-    "reuse",
-    "share",
-)
+TRACER = ("rho", "delta", "f0", "scale_free")
 BASES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): cls
     for name, cls in vars(torch.optim).items()
@@ -52,7 +41,11 @@ ESTIMATORS: dict[str, Estimator] = {
     "hutchinson": hutchinson(),
 }
 # These keep f and Adam's second moment in one buffer, or follow Algorithm 1 to the letter.
-OWN: dict[str, type[SGDTracer | AdamTracer]] = {"sgd": SGDTracer, "adam": AdamTracer, "adamw": AdamWTracer}
+OWN: dict[str, type[SGDTracer | AdamTracer | AdamWTracer]] = {
+    "sgd": SGDTracer,
+    "adam": AdamTracer,
+    "adamw": AdamWTracer,
+}
 
 
 def names() -> list[str]:
@@ -74,7 +67,7 @@ def build(config: Config, model: nn.Module, **own: Any) -> torch.optim.Optimizer
         )
     try:
         if scheme == "tracer" and base in OWN:
-            mine = _of_tracer(config) | _given(config, "beta" if base == "sgd" else "second_moment")
+            mine = _of_tracer(config) | (_given(config, "beta") if base == "sgd" else _second_moment(config))
             given = _accepted(OWN[base], config) | own
             return OWN[base](params, **given, **mine, interval=config.interval, model=model, clip=clip)
         plain = BASES[base](params, **_accepted(BASES[base], config) | own)
@@ -115,8 +108,36 @@ def estimator(name: str) -> Estimator:
 
 def _of_tracer(config: Config) -> dict[str, Any]:
     """Its options, whatever the optimiser. Texts are for encoders that were trained before."""
-    own = {"rho": RHO_FINE_TUNING} if is_text(config.task) else {}
-    return own | _given(config, *TRACER) | _estimators(config)
+    own: dict[str, Any] = {"rho": RHO_FINE_TUNING} if is_text(config.task) else {}
+    own |= _given(config, *TRACER) | _estimators(config) | {"engine": _engine(config)}
+    own["reuse"] = experimental.PreviousStep() if config.reuse == "previous" else config.reuse
+    transforms: list[Any] = [] if config.eta is None else [experimental.Ridge(config.eta)]
+    own["transforms"] = [*transforms, experimental.Precondition()] if config.preconditioned else transforms
+    return own
+
+
+def _engine(config: Config) -> Any:
+    """How T is differentiated; None leaves it to the optimiser."""
+    if config.engine is not None:
+        checks.choice("engine", config.engine, ("finite-difference", "exact"))
+    if config.difference is not None:
+        checks.choice("difference", config.difference, ("forward", "central"))
+    if config.engine == "exact":
+        return Exact()
+    own = _given(config, "radius") | {"central": config.difference == "central"}
+    if config.share < 1:
+        return experimental.PartialBatch(config.share, **own)
+    varied = own != {"central": False} or config.engine is not None
+    return FiniteDifference(**own) if varied else None
+
+
+def _second_moment(config: Config) -> dict[str, Any]:
+    """What feeds Adam-TRACER's."""
+    if config.second_moment == "total" and (config.curvature or config.average) not in (None, "gradient-magnitude"):
+        raise ValueError(
+            f"second_moment = 'total' is for squared gradients, got {config.curvature or config.average}: leave one out"
+        )
+    return {"average": experimental.loss_gradient} if config.second_moment == "loss" else {}
 
 
 def _estimators(config: Config) -> dict[str, Any]:

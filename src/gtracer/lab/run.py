@@ -22,9 +22,7 @@ from gtracer.lab.fused import Fused
 from gtracer.lab.language import Classifier
 from gtracer.lab.ranks import Ranks
 from gtracer.lab.tasks.task import Split
-from gtracer.optim import NonFiniteError, RhoScheduler, linear_warmup
-from gtracer.optim.penalised import TracerOptimizer
-from gtracer.optim.two_pass import TwoPassOptimizer
+from gtracer.optim import NonFiniteError, RhoScheduler, TwoPassOptimizer, linear_warmup
 
 CHECKPOINT = "checkpoint.pt"
 WRONG_SHOWN = 5000  # wrongly labelled examples that are looked at each epoch: an error of 0.7 points at most
@@ -187,8 +185,8 @@ class Run:
         row = {"train_loss": means["train_loss"], "lr": float(group["lr"])}
         if isinstance(self.optimizer, TwoPassOptimizer):
             row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
-        if isinstance(self.optimizer, TracerOptimizer):
-            row["trace_ratio"] = means["trace_ratio"]
+            if self.optimizer.rule.keeps_average:
+                row["trace_ratio"] = means["trace_ratio"]
         self.epoch, self.step = self.epoch + 1, 0
         self.sums = dict.fromkeys(self.sums, 0.0)
         return row | measured

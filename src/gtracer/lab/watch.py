@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gtracer.lab.errors import LabError
 from gtracer.lab.run import Run
-from gtracer.optim.penalised import TracerOptimizer
+from gtracer.optim import TwoPassOptimizer
 
 QUIET_SECONDS = 10.0
 
@@ -50,7 +50,11 @@ class Bar:
         for note in run.notes[self._noted :]:
             self._console.print(note, highlight=False, soft_wrap=True)
         self._noted = len(run.notes)
-        stats = run.optimizer.stats if isinstance(run.optimizer, TracerOptimizer) else None
+        stats = (
+            run.optimizer.stats
+            if isinstance(run.optimizer, TwoPassOptimizer) and run.optimizer.rule.keeps_average
+            else None
+        )
         ratio = "" if stats is None else f"  T {stats.trace_ratio:.3g}"
         line = f"{self._accuracy}loss {loss:.3f}{ratio}"
         self._progress.update(self._task, description=line, completed=run.epoch + run.step / run.steps_an_epoch)

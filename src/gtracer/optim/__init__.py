@@ -1,22 +1,26 @@
 """Optimisers: TRACER on SGD, Adam and any torch optimiser, SAM, and schedules of ρ."""
 
 from gtracer.optim.adam import AdamTracer, AdamWTracer
-from gtracer.optim.clip import Clip
+from gtracer.optim.engines import Exact, FiniteDifference
+from gtracer.optim.optimizer import NonFiniteError, TwoPassOptimizer
 from gtracer.optim.sam import SAM
 from gtracer.optim.schedule import RhoScheduler, linear_warmup
 from gtracer.optim.stats import Stats
 from gtracer.optim.tracer import SGDTracer, Tracer
-from gtracer.optim.two_pass import NonFiniteError
+from gtracer.optim.transforms import Clip
 
 __all__ = [
     "SAM",
     "AdamTracer",
     "AdamWTracer",
     "Clip",
+    "Exact",
+    "FiniteDifference",
     "NonFiniteError",
     "RhoScheduler",
     "SGDTracer",
     "Stats",
     "Tracer",
+    "TwoPassOptimizer",
     "linear_warmup",
 ]

@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
+from torch import Tensor, nn
 
 from gtracer import checks
-from gtracer.curvature import squares
-from gtracer.optim.clip import OF
-from gtracer.optim.fused import FusedTracer, launchable
-from gtracer.optim.options import Options
-from gtracer.optim.tracer import Params
-from gtracer.optim.trial import Slice, Trial
+from gtracer.curvature import FIRST_GRADIENT, Estimator, gradient_magnitude, loss_gradient
+from gtracer.optim.documentation import documented
+from gtracer.optim.keywords import checked_keywords
+from gtracer.optim.optimizer import TwoPassOptimizer
+from gtracer.optim.reuse import Reuse, reuse_of
+from gtracer.optim.rules import AdamRule
+from gtracer.optim.tracer import Engine, Params, trace_ratio_of
+from gtracer.optim.transforms import Clip, Transform, transforms_of
 from gtracer.penalty import DELTA, RHO
-from gtracer.tensors import Tensors
-
-if TYPE_CHECKING:
-    from gtracer.optim.launches import Launched
 
 
-def adam_update_(
-    params: Tensors,
-    total: Tensors,  # ∇[L + ρT], feeds the first moment
-    F: Tensors,  # (∇L)² or another estimate of the curvature, feeds the second
-    exp_avg: Tensors,
-    exp_avg_sq: Tensors,
-    steps: Sequence[float] | Tensors,  # counting this one; as tensors they, and lr, may change in a replay
-    *,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-) -> None:
-    """Adam's update with a source for each moment, in place. With F the square of `total` it is torch's Adam."""
-    torch._foreach_lerp_(exp_avg, total, 1 - beta1)
-    torch._foreach_mul_(exp_avg_sq, beta2)
-    torch._foreach_add_(exp_avg_sq, F, alpha=1 - beta2)
-    denominator = torch._foreach_sqrt(exp_avg_sq)
-    torch._foreach_div_(denominator, [(1 - beta2**t) ** 0.5 for t in steps])
-    torch._foreach_add_(denominator, eps)
-    sizes: list[Any] = [-lr / (1 - beta1**t) for t in steps]
-    if isinstance(sizes[0], Tensor):  # addcdiv takes numbers only
-        torch._foreach_div_(denominator, sizes)
-        sizes = [1.0] * len(sizes)
-    torch._foreach_addcdiv_(params, exp_avg, denominator, sizes)
-
-
-def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0: str | float) -> Tensors:
-    """f from Adam's second moment, which starts at zero, after so many steps.
-
-    With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number f₀ is what an
-    average started there would still hold.
-    """
-    start: list[Any] = [beta2**t for t in counts]
-    if isinstance(f0, str):
-        return torch._foreach_div(v, [1 - weight for weight in start])
-    return torch._foreach_add(v, [f0 * weight for weight in start])
-
-
-def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
-    """Adam's state before the first step; a `capturable` one counts on the device."""
-    count = torch.zeros((), device=p.device if capturable else "cpu")
-    return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-
-
-class AdamTracer(FusedTracer):
+@documented
+class AdamTracer(TwoPassOptimizer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
 
     A step of Adam's is bounded, whatever the gradients, because its second moment has seen what its first averages. So
@@ -78,20 +31,16 @@ class AdamTracer(FusedTracer):
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.Adam`; weight decay is coupled.
-        foreach: Taken for torch's sake; the update is foreach always.
+        amsgrad: Refused: its running maximum would part the preconditioner from f.
+        foreach: As for torch, whose step it is at ρ = 0; other steps are foreach always.
         capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
             rate that is to change in the replays must be a tensor.
-        rho: ρ, strength of the penalty. May be set per group, as δ and f₀ may.
-        delta: δ, damping of the ratio.
-        second_moment: What feeds it: the `"total"`, ∇[L + ρT] (default where F is the squared gradient), or the
-            curvature of the `"loss"` alone, as Algorithm 1 has it for f; where ρ∇T is many times ∇L, so are steps then.
-        amsgrad: Refused: its running maximum would part the preconditioner from f.
-        **options: See `Options`.
+        {rho}
+        {delta}
+        {shared}
     """
 
-    _decoupled = False
-    _settings = (*FusedTracer._settings, "second_moment")
-
+    @checked_keywords
     def __init__(
         self,
         params: Params,
@@ -106,140 +55,52 @@ class AdamTracer(FusedTracer):
         capturable: bool = False,
         rho: float = RHO,
         delta: float = DELTA,
-        second_moment: str | None = None,
-        **options: Unpack[Options],
+        f0: float | str = FIRST_GRADIENT,
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        engine: Engine | str | None = None,
+        interval: int = 1,
+        reuse: float | Reuse | None = None,
+        scale_free: bool = False,
+        clip: Clip | None = None,
+        transforms: Sequence[Transform] = (),
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+        implementation: str = "auto",
     ) -> None:
-        checks.learning_rate(lr)
-        if second_moment is not None:
-            checks.choice("second_moment", second_moment, OF)
-        checks.flag("capturable", capturable)
-        checks.betas(betas)
-        checks.number("eps", eps, low=0)
-        checks.number("weight_decay", weight_decay, low=0)
-        checks.flag("maximize", maximize)
-        checks.kind("foreach", foreach, (bool, type(None)))
-        if amsgrad is not False:
-            raise ValueError(
-                f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
-                "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
-            )
-        if options.get("preconditioned"):
-            raise ValueError(
-                f"preconditioned must be False, got {options['preconditioned']!r}: Adam divides by √f already"
-            )
-        # The base keeps groups and state in torch's own layout; its arithmetic is `adam_update_`.
-        base = torch.optim.Adam(
-            checks.parameters(params),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable or options.get("compiled", False),  # numbers would be compiled into it
-        )
-        super().__init__(base, {"rho": rho, "delta": delta}, **options)
-        self.second_moment = second_moment or ("total" if self.curvature.is_default else "loss")
-        if self.second_moment == "total" and not self.curvature.is_default:
-            raise ValueError(
-                f"second_moment = 'total' is for squared gradients, got {self.curvature}: use second_moment='loss', or "
-                "leave curvature and average"
-            )
-
-    @property
-    def _capturable(self) -> bool:  # type: ignore[override]
-        return all(group["capturable"] for group in self.param_groups)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        if "beta" in group:
-            raise ValueError(
-                f"beta = {group['beta']!r} has no place here: f is Adam's second moment, set betas instead"
-            )
-        checks.betas(group["betas"])
-
-    def trained(self, p: Tensor) -> bool:
-        return bool(self.state.get(p))
-
-    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        v = [self.state[p]["exp_avg_sq"] for p in params]
-        return adam_average(v, self._steps(group, params), group["betas"][1], self.knobs(group)["f0"])
-
-    def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
-        """How many each has made: numbers, or tensors that a captured step goes on counting."""
-        counts = [self.state[p]["step"] for p in params]
-        return counts if group["capturable"] else [float(count) for count in counts]
-
-    def _launched(self, part: Slice) -> Launched | None:
-        group, knobs = part.group, part.knobs
-        if group["maximize"] or (group["weight_decay"] and not self._decoupled):
-            return None
-        known = [self.state.get(p) for p in part.params]
-        new = {p: adam_state(p, capturable=True) for p, it in zip(part.params, known, strict=True) if not it}
-        state = [it or new[p] for p, it in zip(part.params, known, strict=True)]
-        exp_avg, v, counts = ([it[name] for it in state] for name in ("exp_avg", "exp_avg_sq", "step"))
-        if not launchable(part.params, part.gradients, exp_avg, v, counts):
-            return None
-        from gtracer.optim.launches import Launched
-
-        f0 = None if isinstance(knobs["f0"], str) else knobs["f0"]
-        own = {"betas": group["betas"], "lr": group["lr"], "eps": group["eps"], "decay": group["weight_decay"]}
-        own["whole"] = self.second_moment == "total"
-        lists = (part.params, part.gradients, exp_avg, v, counts)
-        return Launched(*lists, state=new, rho=knobs["rho"], delta=knobs["delta"], f0=f0, **own)
-
-    def _apply(self, trial: Trial) -> None:
-        if self._kernels is not None:
-            super()._apply(trial)
-            return
-        for part in trial.slices:
-            self._complete_total(part)
-            self._apply_to(part)
-
-    def _apply_to(self, part: Slice) -> None:
-        group, params = part.group, part.params
-        for p in params:
-            if not self.trained(p):
-                self.state[p].update(adam_state(p, capturable=group["capturable"]))
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
-        total: Tensors = [p.grad for p in params if p.grad is not None]
-        F = part.measured
-        lr, decay = group["lr"] if group["capturable"] else float(group["lr"]), group["weight_decay"]
-        if group["maximize"]:
-            total = torch._foreach_neg(total)
-        if decay and self._decoupled:
-            torch._foreach_mul_(params, 1 - lr * decay)
-        elif decay:
-            # Deviation: coupled decay is the gradient of a ridge in the loss, and Adam's buffer holds it too.
-            total = torch._foreach_add(total, params, alpha=decay)
-            if part.curvature is None:
-                sign = -1 if group["maximize"] else 1
-                F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
-        if self.second_moment == "total" and part.curvature is None:
-            # Deviation: f learns of the total, not of ∇L: it bounds the step, and what it bounds it has to have seen.
-            F = squares(total)
-        self._run(adam_update_)(
-            params,
-            total,
-            F,
-            [self.state[p]["exp_avg"] for p in params],
-            [self.state[p]["exp_avg_sq"] for p in params],
-            self._steps(group, params),
-            lr=lr,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
+        adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        rule = adam_rule(torch.optim.Adam, params, adam, average, curvature, implementation, transforms)
+        super().__init__(
+            {"rho": rho, "delta": delta, "f0": f0},
+            method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
+            rule=rule,
+            transforms=transforms_of(clip, transforms),
+            interval=interval,
+            reuse=reuse_of(reuse, interval),
+            model=model,
+            nonfinite=nonfinite,
+            implementation=implementation,
         )
 
 
-class AdamWTracer(AdamTracer):
-    """Adam-TRACER with AdamW's decoupled weight decay (default 0.01, as in torch).
+@documented
+class AdamWTracer(TwoPassOptimizer):
+    """Adam-TRACER with AdamW's decoupled weight decay (default 0.01, as in torch); else as `AdamTracer`.
 
-    Args: as for `AdamTracer`.
+    Args:
+        params: Parameters or groups, as for `torch.optim.AdamW`.
+        lr, betas, eps, weight_decay, maximize: As for `torch.optim.AdamW`.
+        amsgrad: Refused: its running maximum would part the preconditioner from f.
+        foreach: As for torch, whose step it is at ρ = 0; other steps are foreach always.
+        capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
+            rate that is to change in the replays must be a tensor.
+        {rho}
+        {delta}
+        {shared}
     """
 
-    _decoupled = True
-
+    @checked_keywords
     def __init__(
         self,
         params: Params,
@@ -248,6 +109,73 @@ class AdamWTracer(AdamTracer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        rho: float = RHO,
+        delta: float = DELTA,
+        f0: float | str = FIRST_GRADIENT,
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        engine: Engine | str | None = None,
+        interval: int = 1,
+        reuse: float | Reuse | None = None,
+        scale_free: bool = False,
+        clip: Clip | None = None,
+        transforms: Sequence[Transform] = (),
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+        implementation: str = "auto",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
+        adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        rule = adam_rule(torch.optim.AdamW, params, adam, average, curvature, implementation, transforms)
+        super().__init__(
+            {"rho": rho, "delta": delta, "f0": f0},
+            method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
+            rule=rule,
+            transforms=transforms_of(clip, transforms),
+            interval=interval,
+            reuse=reuse_of(reuse, interval),
+            model=model,
+            nonfinite=nonfinite,
+            implementation=implementation,
+        )
+
+
+def adam_rule(
+    base: type[torch.optim.Adam],
+    params: Params,
+    adam: dict[str, Any],
+    average: Estimator | None,
+    curvature: Estimator,
+    implementation: str,
+    transforms: Sequence[Transform],
+) -> AdamRule:
+    """The update, from torch's arguments and what feeds the second moment."""
+    checks.learning_rate(adam["lr"])
+    checks.flag("capturable", adam["capturable"])
+    checks.betas(adam["betas"])
+    checks.number("eps", adam["eps"], low=0)
+    checks.number("weight_decay", adam["weight_decay"], low=0)
+    checks.flag("maximize", adam["maximize"])
+    checks.kind("foreach", adam["foreach"], (bool, type(None)))
+    if adam["amsgrad"] is not False:
+        raise ValueError(
+            f"amsgrad must be False, got {adam['amsgrad']!r}: f and the preconditioner are one buffer here. "
+            "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
+        )
+    if any(getattr(transform, "preconditions", False) for transform in transforms):
+        raise ValueError(f"transforms = {list(transforms)!r}: Adam divides by √f already, leave Precondition() out")
+    compile = implementation == "compiled"
+    if compile:  # numbers would be compiled into it
+        adam = adam | {"capturable": True}
+    made = base(checks.parameters(params), **adam)
+    plain = curvature is gradient_magnitude and average in (None, gradient_magnitude)
+    return AdamRule(made, decoupled=base is torch.optim.AdamW, of_total=plain, compile=compile)
+
+
+def _estimated(average: Estimator | None) -> Estimator | None:
+    """`loss_gradient` says what feeds the second moment: to the passes it is the squared gradient."""
+    return gradient_magnitude if average is loss_gradient else average

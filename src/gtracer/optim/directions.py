@@ -10,14 +10,16 @@ along w.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gtracer import tensors
-from gtracer.optim.trial import Slice
 from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.step import Slice, Step
 
 LENGTHS = "first_lengths"  # in the state: ‖w₀‖² of rows
 
@@ -66,41 +68,48 @@ def turn_(h: Tensors, params: Tensors, rows: Rows) -> None:
     torch._foreach_sub_(h, [p * a for p, a in zip(params, along, strict=True)])
 
 
-class Directions:
-    """The rows of a step's weights, looked at once: later the weights may be displaced."""
+def damped(part: Slice, f: Tensors, state: dict[Tensor, dict[str, Any]], seen: dict[Tensor, Rows]) -> Tensors:
+    """f and what is added to it.
 
-    def __init__(self) -> None:
-        self._seen: dict[Tensor, tuple[Tensor, Tensor]] = {}
+    Args:
+        part: Parameters and their gradients.
+        f: Their averages.
+        state: Where the lengths are that rows had at first.
+        seen: The rows of this step's weights, looked at once: later in it the weights may be displaced.
+    """
+    delta: float = part.hyper["delta"]
+    wide = {p: g.detach() for p, g in zip(part.params, part.gradients, strict=True) if p.ndim > 1 and p.numel()}
+    if any(p not in seen for p in wide):
+        lengths = rows_of(list(wide), list(wide.values()))
+        seen |= {p: Rows([squares], [free]) for p, squares, free in zip(wide, *lengths, strict=True)}
+    rows = joined([seen[p] for p in wide])
+    first = [state.get(p, {}).get(LENGTHS, now) for p, now in zip(wide, rows.squares, strict=True)]
+    own = dict(zip(wide, damping(delta, rows, first) if wide else (), strict=True))
+    found = dict(zip(part.params, f, strict=True))
+    rest = [p for p in found if p not in own]
+    plain = torch._foreach_add([found[p] for p in rest], delta) if rest else ()
+    found |= zip(rest, plain, strict=True)
+    return [found[p] + own[p] if p in own else found[p] for p in part.params]
 
-    def damped(self, part: Slice, f: Tensors, state: dict[Tensor, dict[str, Any]]) -> Tensors:
-        """f and what is added to it."""
-        delta: float = part.knobs["delta"]
-        wide = {p: g.detach() for p, g in zip(part.params, part.gradients, strict=True) if p.ndim > 1}
-        if any(p not in self._seen for p in wide):
-            self._seen |= zip(wide, zip(*rows_of(list(wide), list(wide.values())), strict=True), strict=True)
-        rows = self._rows(list(wide))
-        first = [state.get(p, {}).get(LENGTHS, now) for p, now in zip(wide, rows.squares, strict=True)]
-        own = dict(zip(wide, damping(delta, rows, first) if wide else (), strict=True))
-        damped = dict(zip(part.params, f, strict=True))
-        rest = [p for p in damped if p not in own]
-        plain = torch._foreach_add([damped[p] for p in rest], delta) if rest else ()
-        damped |= zip(rest, plain, strict=True)
-        return [damped[p] + own[p] if p in own else damped[p] for p in part.params]
 
-    def turn_(self, params: Tensors, penalty: Tensors | None) -> None:
-        """Take from the penalty's gradient what it has along rows of which only the direction counts."""
-        wide = [(p, h) for p, h in zip(params, penalty or (), strict=False) if p in self._seen]
-        if wide:
-            params = [p for p, _ in wide]
-            turn_([h for _, h in wide], params, self._rows(params))
+def turn_penalty_(step: Step) -> None:
+    """Take from the penalty's gradient what it has along rows of which only the direction counts."""
+    wide = [(p, h) for p, h in zip(step.params, step.penalty or (), strict=False) if p in step.rows]
+    if wide:
+        params = [p for p, _ in wide]
+        turn_([h for _, h in wide], params, joined([step.rows[p] for p in params]))
 
-    def note(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Keep the lengths that rows had at first."""
-        for p, (squares, _) in self._seen.items():
-            state[p].setdefault(LENGTHS, squares)
 
-    def _rows(self, params: Tensors) -> Rows:
-        return Rows([self._seen[p][0] for p in params], [self._seen[p][1] for p in params])
+def note(state: dict[Tensor, dict[str, Any]], step: Step) -> None:
+    """Keep the lengths that rows had at first."""
+    for p in step.params:
+        if p in step.rows:
+            state[p].setdefault(LENGTHS, step.rows[p].squares[0])
+
+
+def joined(rows: list[Rows]) -> Rows:
+    """Those of several tensors."""
+    return Rows([s for row in rows for s in row.squares], [x for row in rows for x in row.free])
 
 
 def _by_rows(xs: Tensors, ys: Tensors) -> Tensors:

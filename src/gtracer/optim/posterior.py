@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gtracer import checks
 from gtracer.curvature import inverse
-from gtracer.optim.partwise import PartwiseOptimizer
 from gtracer.scopes import displaced
-from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.optimizer import TwoPassOptimizer
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -21,86 +22,62 @@ def probabilities(logits: Tensor) -> Tensor:
     return torch.softmax(logits, -1)
 
 
-class PosteriorOptimizer(PartwiseOptimizer):
-    """An optimiser whose state holds f, and with it a posterior; how f is kept is left to the subclass."""
+@contextmanager
+def sampled_weights(opt: TwoPassOptimizer, examples: int | None, temperature: float) -> Iterator[None]:
+    """Weights drawn from the posterior that an optimiser holds; arguments as for its method."""
+    spread = deviation(opt, examples, temperature)
+    with torch.no_grad():
+        noise = [s * torch.randn_like(s) for s in spread.values()]
+    with displaced(list(spread), noise):
+        yield
 
-    scale_free = False
 
-    def trained(self, p: Tensor) -> bool:
-        """Whether f of this parameter is in the state."""
-        raise NotImplementedError
+@torch.no_grad()
+def predict(
+    opt: TwoPassOptimizer,
+    model: nn.Module,
+    x: Any,
+    samples: int,
+    examples: int | None,
+    temperature: float,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The model's prediction, averaged over weights so drawn; arguments as for the optimiser's method."""
+    checks.count("samples", samples)
+    total: Tensor | None = None
+    with _evaluating(model):
+        for _ in range(samples):
+            with sampled_weights(opt, examples, temperature):
+                output = model(**x) if isinstance(x, Mapping) else model(x)
+            prediction = activation(getattr(output, "logits", output)) / samples
+            total = prediction if total is None else total + prediction
+    assert total is not None
+    return total
 
-    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f of parameters that have been trained before."""
-        raise NotImplementedError
 
-    @contextmanager
-    def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> Iterator[None]:
-        """Weights drawn from the approximate posterior N(w, s (f + δ)⁻¹) for the time of a `with`.
-
-        Args:
-            examples: Size of the training set, for Bayes's posterior: s = 1/examples. Without it s is ρ, the
-                temperature that the penalty was trained with.
-            temperature: A factor on s. Below 1 the posterior is a cold one.
-        """
-        spread = self._deviation(examples, temperature)
-        with torch.no_grad():
-            noise = [s * torch.randn_like(s) for s in spread.values()]
-        with displaced(list(spread), noise):
-            yield
-
-    @torch.no_grad()
-    def predict(
-        self,
-        model: nn.Module,
-        x: Any,
-        samples: int = 10,
-        *,
-        examples: int | None = None,
-        temperature: float = 1.0,
-        activation: Callable[[Tensor], Tensor] = probabilities,
-    ) -> Tensor:
-        """The model's prediction for x, averaged over weights drawn from the posterior; in evaluation mode.
-
-        Args:
-            model: Whose weights are optimised here.
-            x: What it is called with (a mapping: its keyword arguments).
-            samples: Number of draws.
-            examples, temperature: As for `sampled_weights`.
-            activation: From the model's output to what is averaged: by default logits to probabilities.
-        """
-        checks.count("samples", samples)
-        total: Tensor | None = None
-        with _evaluating(model):
-            for _ in range(samples):
-                with self.sampled_weights(examples=examples, temperature=temperature):
-                    output = model(**x) if isinstance(x, Mapping) else model(x)
-                prediction = activation(getattr(output, "logits", output)) / samples
-                total = prediction if total is None else total + prediction
-        assert total is not None
-        return total
-
-    def _deviation(self, examples: int | None, temperature: float) -> dict[Tensor, Tensor]:
-        """The standard deviation of each weight that has been trained."""
-        if examples is not None:
-            checks.count("examples", examples)
-        checks.number("temperature", temperature, low=0)
-        if self.scale_free:
-            raise RuntimeError(
-                "the posterior N(w, s (f + δ)⁻¹) is that of the weights, and scale_free=True measures by directions: "
-                "train with scale_free=False to draw from it"
-            )
-        found: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            knobs = self.knobs(group)
-            trained = [p for p in group["params"] if self.trained(p)]
-            scale = temperature * (knobs["rho"] if examples is None else 1 / examples)
-            if trained:
-                variance = torch._foreach_mul(inverse(self.average_of(group, trained), knobs["delta"]), scale)
-                found |= zip(trained, torch._foreach_sqrt(variance), strict=True)
-        if not found:
-            raise RuntimeError("the posterior is that of a trained optimiser, and this one has made no step yet")
-        return found
+def deviation(opt: TwoPassOptimizer, examples: int | None, temperature: float) -> dict[Tensor, Tensor]:
+    """The standard deviation of each weight that has been trained."""
+    if examples is not None:
+        checks.count("examples", examples)
+    checks.number("temperature", temperature, low=0)
+    if not opt.rule.keeps_average:
+        raise RuntimeError(f"{type(opt).__name__} keeps no f: the posterior N(w, s (f + δ)⁻¹) is that of TRACER")
+    if getattr(opt.method, "scale_free", False):
+        raise RuntimeError(
+            "the posterior N(w, s (f + δ)⁻¹) is that of the weights, and scale_free=True measures by directions: "
+            "train with scale_free=False to draw from it"
+        )
+    found: dict[Tensor, Tensor] = {}
+    for group in opt.param_groups:
+        hyper = opt.hyperparameters(group)
+        trained = [p for p in group["params"] if opt.rule.is_trained(p)]
+        scale = temperature * (hyper["rho"] if examples is None else 1 / examples)
+        if trained:
+            variance = torch._foreach_mul(inverse(opt.average_of(group, trained), hyper["delta"]), scale)
+            found |= zip(trained, torch._foreach_sqrt(variance), strict=True)
+    if not found:
+        raise RuntimeError("the posterior is that of a trained optimiser, and this one has made no step yet")
+    return found
 
 
 @contextmanager

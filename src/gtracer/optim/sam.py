@@ -5,22 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gtracer import checks, tensors
-from gtracer.optim.clip import Clip
-from gtracer.optim.partwise import PartwiseOptimizer
-from gtracer.optim.trial import Plan, Slice
-from gtracer.penalty import Passes
-from gtracer.tensors import Tensors
+from gtracer import checks
+from gtracer.optim.keywords import checked_keywords
+from gtracer.optim.methods import Sharpness
+from gtracer.optim.optimizer import TwoPassOptimizer, check_base
+from gtracer.optim.rules import TorchRule
+from gtracer.optim.transforms import Clip, transforms_of
 
 
-def sharpness_change(gradients: Tensors, displacement: Tensors) -> Passes:
-    """∇L(w + e) − ∇L(w): what SAM adds to the gradient."""
-    ahead = yield displacement
-    torch._foreach_sub_(ahead, gradients)
-    return ahead
-
-
-class SAM(PartwiseOptimizer):
+class SAM(TwoPassOptimizer):
     """Sharpness-aware minimisation (Foret et al. 2021) on any torch optimiser: steps with ∇L(w + ρ ∇L/‖∇L‖).
 
     >>> model = nn.Linear(2, 1)
@@ -28,13 +21,18 @@ class SAM(PartwiseOptimizer):
     >>> loss = opt.step(lambda: model(torch.ones(4, 2)).square().mean())
 
     Args:
-        base_optimizer: Makes the update.
+        base_optimizer: Makes the update. Its groups, state and schedulers stay in force.
         rho: ρ, radius of the neighbourhood. May be set per group.
         adaptive: ASAM (Kwon et al. 2021): the neighbourhood is measured in units of |w| + η.
         eta: ASAM's η.
-        interval, model, nonfinite, clip: As for `Tracer`.
+        interval: Make the second pass only every so many steps.
+        model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
+        nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`, `"skip"` the step, or `"ignore"`,
+            which does not look. The first two wait for one number of the device.
+        clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)`.
     """
 
+    @checked_keywords
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
@@ -47,28 +45,15 @@ class SAM(PartwiseOptimizer):
         nonfinite: str = "raise",
         clip: Clip | None = None,
     ) -> None:
+        check_base(base_optimizer)
         checks.flag("adaptive", adaptive)
         checks.number("eta", eta, low=0)
-        self.adaptive, self.eta = adaptive, eta
-        super().__init__(base_optimizer, {"rho": rho}, interval=interval, model=model, nonfinite=nonfinite, clip=clip)
-
-    _settings = (*PartwiseOptimizer._settings, "adaptive", "eta")
-
-    def _plan(self, slices: list[Slice], due: bool) -> Plan:
-        if not due:
-            return Plan(None)
-        params = [p for part in slices for p in part.params]
-        gradients = [g for part in slices for g in part.gradients]
-        # ASAM's ball is ‖e / T‖ ≤ ρ with T = |w| + η, so e = ρ T² ∇L / ‖T ∇L‖; SAM has T = 1.
-        steps = self._stretched(params, gradients)
-        length = tensors.norm(steps)
-        rhos = [part.signed_rho for part in slices for _ in part.params]
-        displacement = list(torch._foreach_mul(self._stretched(params, steps), rhos))
-        tensors.scale_(displacement, torch.where(length > 0, 1 / length, 0.0))
-        if self._may_overflow:
-            tensors.finite_(displacement)
-        return Plan(sharpness_change(gradients, displacement))
-
-    def _stretched(self, params: Tensors, xs: Tensors) -> Tensors:
-        """T x."""
-        return [x * (p.abs() + self.eta) for p, x in zip(params, xs, strict=True)] if self.adaptive else xs
+        super().__init__(
+            {"rho": rho},
+            method=Sharpness(adaptive, eta),
+            rule=TorchRule(base_optimizer, keeps_average=False),
+            transforms=transforms_of(clip),
+            interval=interval,
+            model=model,
+            nonfinite=nonfinite,
+        )

@@ -71,12 +71,14 @@ class Stack:
                 buffer.add_((moved - buffer).mean(0))
             else:
                 buffer.copy_(moved[0])
-        return losses, torch.cat([x.flatten(1) for x in slopes], 1)
+        return losses, torch.cat([x.reshape(self._count, -1) for x in slopes], 1)
 
     def pieces(self, rows: Tensor) -> Tensors:
         """A vector of all parameters, or a row of such for each micro-batch, cut into their shapes."""
         parts = torch.split(rows, [p.numel() for p in self._params], -1)
-        return [part.reshape(*rows.shape[:-1], *p.shape) for part, p in zip(parts, self._params, strict=True)]
+        return [
+            part.reshape(*rows.shape[:-1], *p.shape).to(p.dtype) for part, p in zip(parts, self._params, strict=True)
+        ]
 
 
 def flat(xs: Tensors) -> Tensor:

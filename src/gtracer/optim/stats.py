@@ -118,3 +118,22 @@ class Stats:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
+
+
+class Verdict:
+    """Whether a step's numbers were finite, on its way from the device."""
+
+    def __init__(self, healthy: Tensor) -> None:
+        self._told, self._there = healthy, None
+        if healthy.is_cuda:
+            self._told = torch.empty(healthy.shape, dtype=healthy.dtype, pin_memory=True)
+            self._told.copy_(healthy, non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Waits for the device, where it is not there yet."""
+        if self._there is not None:
+            self._there.synchronize()
+        return bool(self._told)

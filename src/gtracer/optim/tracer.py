@@ -1,29 +1,31 @@
-"""TRACER on any torch optimiser, and on SGD (Algorithm 1)."""
+"""TRACER on any torch optimiser, and on SGD (Algorithm 1): signatures, and what they are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
-from typing_extensions import Unpack
+from torch import Tensor, nn
 
 from gtracer import checks
-from gtracer.curvature import update_average_
-from gtracer.optim.fused import FusedTracer, launchable
-from gtracer.optim.options import Options
-from gtracer.optim.trial import Slice
+from gtracer.curvature import FIRST_GRADIENT, Choice, Estimator, chosen, gradient_magnitude, has_finite_difference
+from gtracer.optim.documentation import documented
+from gtracer.optim.engines import Exact, FiniteDifference
+from gtracer.optim.keywords import checked_keywords
+from gtracer.optim.methods import TraceRatio
+from gtracer.optim.optimizer import TwoPassOptimizer, check_base
+from gtracer.optim.reuse import Decayed, Reuse, reuse_of
+from gtracer.optim.rules import TorchRule
+from gtracer.optim.transforms import Clip, Transform, transforms_of
 from gtracer.penalty import BETA, DELTA, RHO
-from gtracer.tensors import Tensors
-
-if TYPE_CHECKING:
-    from gtracer.optim.launches import Launched
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+Engine = FiniteDifference | Exact
 
 
-class Tracer(FusedTracer):
+@documented
+class Tracer(TwoPassOptimizer):
     """TRACER for any torch optimiser: it is fed ∇[L + ρT] instead of ∇L.
 
     >>> model = torch.nn.Linear(2, 1)
@@ -32,12 +34,13 @@ class Tracer(FusedTracer):
 
     Args:
         base_optimizer: Makes the update. Its groups, state and schedulers stay in force.
-        rho: ρ, strength of the penalty. May be set per group, as β, δ and f₀ may.
-        beta: β, how fast f follows the squared gradient.
-        delta: δ, damping of the ratio.
-        **options: See `Options`.
+        {rho}
+        {beta}
+        {delta}
+        {shared}
     """
 
+    @checked_keywords
     def __init__(
         self,
         base_optimizer: torch.optim.Optimizer,
@@ -45,40 +48,50 @@ class Tracer(FusedTracer):
         rho: float = RHO,  # ρ, Algorithm 1
         beta: float = BETA,  # β
         delta: float = DELTA,  # δ
-        **options: Unpack[Options],
+        f0: float | str = FIRST_GRADIENT,  # f₀
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        engine: Engine | str | None = None,
+        interval: int = 1,
+        reuse: float | Reuse | None = None,
+        scale_free: bool = False,
+        clip: Clip | None = None,
+        transforms: Sequence[Transform] = (),
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+        implementation: str = "auto",
     ) -> None:
-        super().__init__(base_optimizer, {"rho": rho, "beta": beta, "delta": delta}, **options)
-
-    def trained(self, p: Tensor) -> bool:
-        return "f" in self.state.get(p, {})
-
-    def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        return [self.state[p]["f"] for p in params]
-
-    def _learn(self, slices: list[Slice]) -> None:
-        if self._kernels is not None:
-            super()._learn(slices)
-            return
-        for part in slices:
-            f = self._average(part)
-            self._run(update_average_)(f, part.measured, part.knobs["beta"])
-            # Not before the base optimiser's first step: many initialise a state only while it is empty.
-            for p, average in zip(part.params, f, strict=True):
-                self.state[p]["f"] = average
+        check_base(base_optimizer)
+        checks.kind("model", model, (nn.Module, type(None)))
+        checks.count("interval", interval)
+        method = trace_ratio_of(curvature, average, engine, scale_free, model, implementation, reuse)
+        super().__init__(
+            {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
+            method=method,
+            rule=TorchRule(base_optimizer, compile=method.compile),
+            transforms=transforms_of(clip, transforms),
+            interval=interval,
+            reuse=reuse_of(reuse, interval),
+            model=model,
+            nonfinite=nonfinite,
+            implementation=implementation,
+        )
 
 
-class SGDTracer(Tracer):
+@documented
+class SGDTracer(TwoPassOptimizer):
     """SGD-TRACER, Algorithm 1: torch's SGD on L + ρT.
 
     Args:
         params: Parameters or groups, as for `torch.optim.SGD`.
         lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, fused: As for `torch.optim.SGD`.
-        rho: ρ, strength of the penalty. May be set per group, as β, δ and f₀ may.
-        beta: β, how fast f follows the squared gradient.
-        delta: δ, damping of the ratio.
-        **options: See `Options`.
+        {rho}
+        {beta}
+        {delta}
+        {shared}
     """
 
+    @checked_keywords
     def __init__(
         self,
         params: Params,
@@ -94,7 +107,18 @@ class SGDTracer(Tracer):
         rho: float = RHO,
         beta: float = BETA,
         delta: float = DELTA,
-        **options: Unpack[Options],
+        f0: float | str = FIRST_GRADIENT,
+        curvature: Estimator = gradient_magnitude,
+        average: Estimator | None = None,
+        engine: Engine | str | None = None,
+        interval: int = 1,
+        reuse: float | Reuse | None = None,
+        scale_free: bool = False,
+        clip: Clip | None = None,
+        transforms: Sequence[Transform] = (),
+        model: nn.Module | None = None,
+        nonfinite: str = "raise",
+        implementation: str = "auto",
     ) -> None:
         checks.learning_rate(lr)
         checks.number("momentum", momentum, low=0)
@@ -104,6 +128,8 @@ class SGDTracer(Tracer):
         checks.flag("maximize", maximize)
         checks.kind("foreach", foreach, (bool, type(None)))
         checks.kind("fused", fused, (bool, type(None)))
+        checks.kind("model", model, (nn.Module, type(None)))
+        checks.count("interval", interval)
         base = torch.optim.SGD(
             checks.parameters(params),
             lr=lr,
@@ -115,29 +141,66 @@ class SGDTracer(Tracer):
             foreach=foreach,
             fused=fused,
         )
-        super().__init__(base, rho=rho, beta=beta, delta=delta, **options)
-
-    def _launched(self, part: Slice) -> Launched | None:
-        group, knobs, params = part.group, part.knobs, part.params
-        momentum = group["momentum"]
-        if group["maximize"] or (momentum and group["dampening"]):
-            return None
-        f, momenta = self._average(part), [self._momentum_of(p) for p in params] if momentum else None
-        if not launchable(params, part.gradients, f, momenta or ()):
-            return None
-        from gtracer.optim.launches import Launched
-
-        state = {p: {"f": x} for p, x in zip(params, f, strict=True) if not self.trained(p)}
-        for p, m in zip(params, momenta or (), strict=False):
-            if self.state.get(p, {}).get("momentum_buffer") is not m:
-                state.setdefault(p, {})["momentum_buffer"] = m
-        own = {"lr": group["lr"], "decay": group["weight_decay"], "nesterov": group["nesterov"]}
-        betas = (momentum, 1 - knobs["beta"])
-        return Launched(
-            params, part.gradients, momenta, f, state=state, rho=knobs["rho"], delta=knobs["delta"], betas=betas, **own
+        method = trace_ratio_of(curvature, average, engine, scale_free, model, implementation, reuse)
+        super().__init__(
+            {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
+            method=method,
+            rule=TorchRule(base, compile=method.compile),
+            transforms=transforms_of(clip, transforms),
+            interval=interval,
+            reuse=reuse_of(reuse, interval),
+            model=model,
+            nonfinite=nonfinite,
+            implementation=implementation,
         )
 
-    def _momentum_of(self, p: Tensor) -> Tensor:
-        """SGD's; with nothing behind it, its first one is the gradient alone."""
-        found: Tensor | None = self.state.get(p, {}).get("momentum_buffer")
-        return torch.zeros_like(p) if found is None else found
+
+def trace_ratio_of(
+    curvature: Estimator,
+    average: Estimator | None,
+    engine: Engine | str | None,
+    scale_free: bool,
+    model: nn.Module | None,
+    implementation: str,
+    reuse: float | Reuse | None,
+) -> TraceRatio:
+    """What is added to the gradient, from what the user asked for."""
+    checks.flag("scale_free", scale_free)
+    choice = chosen(curvature, average, model)
+    found = engine_of(engine, choice, model)
+    plain = choice.is_default and not found.is_exact
+    compile = implementation == "compiled"
+    if not plain and (getattr(found, "needs_closure", None) or hasattr(reuse, "always")):
+        raise ValueError(
+            f"engine = {found!r}, reuse = {reuse!r} go with curvature=gradient_magnitude and "
+            f"engine='finite-difference', got {choice}"
+        )
+    if getattr(found, "needs_closure", None) and hasattr(reuse, "always"):
+        raise ValueError(f"engine = {found!r} is of the second pass, and reuse = {reuse!r} makes none")
+    # Without a copy of the weights their displacement has to be computed again, from what is kept anyway.
+    lean = compile and plain and not found.central and (reuse is None or isinstance(reuse, float | int | Decayed))
+    return TraceRatio(choice, found, scale_free, lean=lean, compile=compile)
+
+
+def engine_of(engine: Engine | str | None, choice: Choice, model: nn.Module | None) -> Engine:
+    """The engine for the estimators; refused where the one asked for cannot be."""
+    if isinstance(engine, str):
+        checks.choice("engine", engine, ["finite-difference", "exact"])
+    elif engine is not None and not hasattr(engine, "is_exact"):
+        raise ValueError(f"engine must be FiniteDifference(...), Exact() or one of their names, got {engine!r}")
+    possible = has_finite_difference(choice.numerator, model)
+    exact = engine == "exact" or isinstance(engine, Exact)
+    if engine is not None and not exact and not possible:
+        raise ValueError(
+            f"engine = {engine!r} is for squared gradients (per example: of Linear, Conv2d, Embedding, "
+            f"LayerNorm, GroupNorm), and curvature = {choice.numerator!r} is differentiated exactly here: "
+            "leave engine out"
+        )
+    if exact and choice.numerator is gradient_magnitude and choice.parts is not None:
+        raise ValueError(
+            f"engine = 'exact' needs the whole batch's graph, and average = {choice.average!r} takes it in "
+            "parts: use engine='finite-difference', or micro_batch as curvature too"
+        )
+    if isinstance(engine, str) or engine is None:
+        return Exact() if exact or not possible else FiniteDifference()
+    return engine

@@ -1,17 +1,21 @@
-"""Clipping: the update's gradient kept within bounds, after the passes and before the base optimiser."""
+"""What is done to ∇L + ρ∇T between the passes and the update: clipping."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gtracer import checks, tensors
-from gtracer.optim.trial import Trial
+from gtracer.optim.step import Slice, Step
 from gtracer.tensors import Tensors
 
 OF = ("total", "loss")
+Damped = Callable[[Slice], tuple[Tensors, float]]  # f of a slice, and the δ that is still to be added to it
+Transform = Callable[[Step, Damped], None]
 
 
 def to_norm(most: float, found: Tensor) -> Tensor:
@@ -52,16 +56,15 @@ class Clip:
         """Whether all it does is to scale the total."""
         return self.value is None and self.of == "total"
 
-    def __call__(self, trial: Trial) -> None:
-        """Clip what a concluded trial has left in `.grad`; its own gradients stay, f is to learn from them."""
-        total: Tensors = [p.grad for p in trial.params if p.grad is not None]
-        source = trial.gradients if self.of == "loss" else total
+    def __call__(self, step: Step, damped: Damped) -> None:
+        """Clip what is in `.grad`; the step's own gradients stay, f is to learn from them."""
+        total = step.total
+        source = step.gradients if self.of == "loss" else total
         clipped = self._clipped(source)
         if self.of == "loss":
             torch._foreach_sub_(clipped, source)  # what it takes away
             torch._foreach_add_(clipped, total)
-        for p, gradient in zip(trial.params, clipped, strict=True):
-            p.grad = gradient
+        step.total = clipped
 
     def _clipped(self, gradients: Tensors) -> Tensors:
         """Copies within the bounds."""
@@ -72,3 +75,13 @@ class Clip:
             torch._foreach_clamp_min_(found, -self.value)
             torch._foreach_clamp_max_(found, self.value)
         return found
+
+
+def transforms_of(clip: Any, transforms: Sequence[Transform] = ()) -> tuple[Transform, ...]:
+    """Clipping first, then the others, checked."""
+    checks.kind("clip", clip, (Clip, type(None)), ", such as gtracer.Clip(norm=1.0)")
+    if not isinstance(transforms, list | tuple) or not all(callable(x) and not isinstance(x, type) for x in transforms):
+        raise ValueError(
+            f"transforms must be a list of functions of a step, see gtracer.experimental, got {transforms!r}"
+        )
+    return (*([] if clip is None else [clip]), *transforms)

@@ -23,7 +23,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def lane(addresses, tensor, inside, ALIGNED: tl.constexpr):
+def pointers_to(addresses, tensor, inside, ALIGNED: tl.constexpr):
     """Pointers to this block of the tensor."""
     start = tl.load(addresses + tensor).to(tl.pointer_type(tl.float32))
     if ALIGNED:
@@ -43,7 +43,7 @@ def place(blocks, sizes, BLOCK: tl.constexpr):
 @triton.jit
 def read(addresses, tensor, inside, size, other, ALIGNED: tl.constexpr, FULL: tl.constexpr):
     """This block of the tensor."""
-    at = lane(addresses, tensor, inside, ALIGNED)
+    at = pointers_to(addresses, tensor, inside, ALIGNED)
     if FULL:
         return tl.load(at)
     return tl.load(at, mask=inside < size, other=other)
@@ -52,7 +52,7 @@ def read(addresses, tensor, inside, size, other, ALIGNED: tl.constexpr, FULL: tl
 @triton.jit
 def write(addresses, tensor, inside, size, value, ALIGNED: tl.constexpr, FULL: tl.constexpr):
     """Likewise."""
-    at = lane(addresses, tensor, inside, ALIGNED)
+    at = pointers_to(addresses, tensor, inside, ALIGNED)
     if FULL:
         tl.store(at, value)
     else:
@@ -68,7 +68,7 @@ def remaining(log_beta, count):
 @triton.jit
 def counted(rows, n, tensor):
     """Adam's count of steps."""
-    return tl.load(lane(rows + 4 * n, tensor, 0, False)).to(tl.float64)
+    return tl.load(pointers_to(rows + 4 * n, tensor, 0, False)).to(tl.float64)
 
 
 @triton.jit
@@ -159,17 +159,18 @@ def total_kernel(
 
 @triton.jit
 def finish_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, shrink, lr, sums,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, shrink, healthy, lr, sums,
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
-    CLIPPED: tl.constexpr,
+    CLIPPED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
-    is to be KEPT, the new one is put in the row behind them. Where it is CLIPPED, the total is shrunk. The average
-    learns of ∇L, or of the WHOLE total. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
+    is to be KEPT, the new one is put in the row behind them. Where it is CLIPPED, the total is shrunk. GUARDED, it is
+    only moved back where a number is not `healthy`. The average learns of ∇L, or of the WHOLE total. SGD's momentum is
+    `beta1`, its β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -182,8 +183,15 @@ def finish_kernel(
             if not AGAIN:
                 x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
                 w -= finite(scale(reached, radius) * rho * x)
+            go = True
+            if GUARDED:
+                go = tl.load(healthy) > 0
+            before = w
             if KEPT:
-                write(ahead + n, tensor, inside, size, penalty, ALIGNED, FULL)
+                last = penalty
+                if GUARDED:
+                    last = tl.where(go, penalty, read(ahead + n, tensor, inside, size, 0.0, ALIGNED, FULL))
+                write(ahead + n, tensor, inside, size, last, ALIGNED, FULL)
             total = g + penalty
             at = sums + 2 * tl.program_id(0)
             tl.store(at, tl.sum(penalty * penalty))
@@ -200,14 +208,22 @@ def finish_kernel(
                 upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
                 lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
                 w = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
+                if GUARDED:
+                    first = tl.where(go, first, m)
                 write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
             else:
                 total += decay * w
                 if MOMENTUM:
-                    first = beta1 * read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL) + total
-                    write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
+                    m = read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL)
+                    first = beta1 * m + total
                     total = total + beta1 * first if NESTEROV else first
+                    if GUARDED:
+                        first = tl.where(go, first, m)
+                    write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
                 w -= rate * total
+            if GUARDED:
+                w = tl.where(go, w, before)
+                second = tl.where(go, second, v)
             write(rows, tensor, inside, size, w, ALIGNED, FULL)
             write(rows + 3 * n, tensor, inside, size, second, ALIGNED, FULL)
 
@@ -291,13 +307,14 @@ class Launched:
         self._launch(total_kernel, reached, radius, self._second.addresses, self._factor, sums, **self._source)
         return sums.sum()
 
-    def finish_(self, reached: Tensor, radius: float, shrink: Tensor | None) -> Tensor:
+    def finish_(self, reached: Tensor, radius: float, shrink: Tensor | None, healthy: Tensor | None) -> Tensor:
         """Undo the displacement and make the update with ∇L + ρ∇T.
 
         Args:
             reached: As for the displacement.
             radius: Likewise.
             shrink: What ∇L + ρ∇T is multiplied by, if by anything.
+            healthy: 1, or 0 where the update is not to be made; None where nobody has looked.
 
         Returns:
             Sums of (ρ∇T)² and of (∇L + ρ∇T)².
@@ -306,17 +323,21 @@ class Launched:
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        shrunk = lr if shrink is None else shrink  # some place, that is not read
-        given = (reached, radius, self._rho, self._second.addresses, self._factor, shrunk, lr, sums)
+        pointers = (
+            lr if shrink is None else shrink,
+            lr if healthy is None else healthy,
+        )  # some place, that is not read
+        given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
         kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
+        kind["GUARDED"] = healthy is not None
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums.sum(0)
 
-    def count_(self) -> None:
-        """One step more."""
+    def count_(self, healthy: Tensor | None) -> None:
+        """One step more, if it was made."""
         if self._counts:
-            torch._foreach_add_(self._counts, 1)
+            torch._foreach_add_(self._counts, 1 if healthy is None else healthy)
 
 
 class Rows:

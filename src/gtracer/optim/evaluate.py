@@ -1,0 +1,314 @@
+"""How the loss and its gradients are had: of a closure, in micro-batches, with a graph, scaled; and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gtracer import checks, tensors
+from gtracer.curvature import Evaluation, Recording, SecondDerivatives
+from gtracer.optim import processes
+from gtracer.optim.parts import Parts, kept, shared
+from gtracer.optim.step import Place, Step
+from gtracer.penalty import check_loss
+from gtracer.scopes import (
+    Buffers,
+    Copies,
+    PooledStatistics,
+    RandomState,
+    Uninterrupted,
+    displaced,
+    frozen_statistics,
+    replayed_random,
+)
+from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.methods import TraceRatio
+
+PENALTIES = ("whole", "each")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the caller handed to `step`."""
+
+    closure: Callable[..., Any] | None = None
+    batch: tuple[Any, ...] = ()
+    parts: Parts | None = None  # micro-batches, each with its share of the examples
+    each: bool = False  # whether the penalty is the mean of the parts' own
+    scaler: torch.amp.GradScaler | None = None
+
+    @classmethod
+    def of(
+        cls,
+        closure: Callable[..., Any] | None,
+        batch: tuple[Any, ...],
+        batches: Sequence[Any] | None,
+        penalty: str,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Call:
+        """From the arguments, checked."""
+        checks.choice("penalty", penalty, PENALTIES)
+        if batches is not None and (batch or closure is None):
+            raise ValueError("step(closure, batches=[…]) takes a closure and no other batch: the batches are the batch")
+        if scaler is not None and closure is None:
+            raise ValueError("step(scaler=…) needs a closure: without one call scaler.step(opt), as for any optimiser")
+        parts = None if batches is None else shared(batches)
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        return cls(closure, batch, parts, penalty == "each", enabled)
+
+    def loss_of_batch(self) -> Any:
+        """The closure's, of the whole batch."""
+        assert self.closure is not None
+        return self.closure(*self.batch)
+
+
+@dataclass
+class Surroundings:
+    """What passes find and have to leave as it was."""
+
+    params: Tensors  # all of the optimiser's
+    model: nn.Module | None  # whose statistics displaced passes leave alone
+    copies: Copies
+    random: RandomState  # where the random numbers of the first pass begin
+    signals: Uninterrupted
+    statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return devices_of(self.params)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for p in self.params:
+            p.grad = None
+
+    def reached(self) -> bool:
+        """Whether there is any gradient."""
+        return any(p.grad is not None for p in self.params)
+
+
+def devices_of(params: Tensors) -> set[torch.device]:
+    return {p.device for p in params}
+
+
+@contextmanager
+def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool = True) -> Iterator[None]:
+    """On any error put back what the passes have changed: random numbers, statistics, gradients.
+
+    Args:
+        around: Them.
+        anew: Gradients that were there before are forgotten: they take memory, and the first pass clears them anyway.
+        statistics: Whether a failed step's statistics matter. The device waits for their copy.
+    """
+    if anew:
+        around.clear()
+    gradients = [p.grad for p in around.params]
+    start = RandomState(around.devices)
+    around.statistics = around.copies.of(around.model, "of the step") if statistics else None
+    try:
+        yield
+    except BaseException:
+        for p, gradient in zip(around.params, gradients, strict=True):
+            p.grad = gradient
+        if around.statistics is not None:
+            around.statistics.restore()
+        start.restore()
+        raise
+
+
+@contextmanager
+def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -> Iterator[None]:
+    """Where a further pass is made: at displaced weights, with the first's random numbers and frozen statistics."""
+    around.clear()
+    scope = nullcontext() if place is None else displaced(params, place) if isinstance(place, list | tuple) else place
+    statistics = frozen_statistics(around.copies.of(around.model, "of the first pass"))
+    with scope, statistics, replayed_random(around.random, around.devices):
+        if isinstance(place, list):
+            place.clear()  # it is in the weights: a copy of them less while the pass is made
+        yield
+
+
+def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
+    """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
+    # A parameter that drops out of the loss at the displaced weights has gradient zero there.
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    return kept(gradients) if keep else gradients
+
+
+def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
+    """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
+    around.clear()
+    around.signals.open()
+    try:
+        with torch.enable_grad():
+            loss = loss_of()
+            if not around.reached():
+                check_loss(loss, "step(closure)")
+                (loss if scaler is None else scaler.scale(loss)).backward()
+    finally:
+        around.signals.close()
+    if not around.reached():
+        raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
+    if scaler is not None:
+        unscale(around.params, scaler)
+    return loss
+
+
+def pass_in_parts(
+    closure: Callable[..., Any],
+    parts: Parts,
+    around: Surroundings,
+    scaler: torch.amp.GradScaler | None = None,
+    note: Callable[[float], None] = lambda share: None,
+) -> Any:
+    """The same of a batch that is taken in parts; `note` may look at the gradients of each."""
+    mean: dict[Tensor, Tensor] = {}
+    total, statistics = None, PooledStatistics(around.model)
+    wrapped = processes.is_wrapped(around.model)
+    with processes.by_itself(around.model) if wrapped else nullcontext():
+        for share, part in parts:
+            with statistics.part(share):
+                loss = one_pass(partial(closure, *part), around, scaler)
+            for p in around.params:
+                if p.grad is not None:
+                    mean[p] = share * p.grad + mean.get(p, 0)
+            note(share)
+            known = isinstance(loss, Tensor)
+            total = share * loss.detach() + (0 if total is None else total) if known else loss
+    statistics.conclude()
+    if wrapped:
+        joined, _ = processes.mean({p: [g] for p, g in mean.items()}, around.params, processes.group_of(around.model))
+        mean = {p: gradient for p, (gradient,) in joined.items()}
+        processes.as_first(around.model)
+    for p in around.params:
+        p.grad = mean.get(p)
+    return total
+
+
+def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: TraceRatio, due: bool) -> Evaluation:
+    """A pass of which more is wanted than the gradient."""
+    around.clear()
+    model = around.model
+    recording = Recording(model) if model is not None and method.curvature.needs_layers else None
+    around.signals.open()
+    try:
+        with torch.enable_grad():
+            with recording or nullcontext(), SecondDerivatives(method.run):
+                loss = loss_of()
+            if around.reached():
+                raise RuntimeError(
+                    f"engine={method.engine!r} with curvature={method.curvature.numerator!r} differentiates the loss "
+                    "itself: let the closure return the loss without calling backward()"
+                )
+            check_loss(loss, "step(closure)")
+            wanted = [p for p in around.params if p.requires_grad]
+            twice, examples = due and method.engine.is_exact, due and method.by_examples
+            at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
+    finally:
+        around.signals.close()
+    if not at.params:
+        raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
+    for p, g in zip(at.params, at.gradients, strict=True):
+        p.grad = g
+    return at
+
+
+@dataclass(frozen=True)
+class First:
+    """What the first pass has found besides gradients.
+
+    Attributes:
+        told: The loss, as the closure gave it.
+        evaluation: The loss with its graph, where that is wanted.
+        measured: F for the average, where the parts of the batch have one.
+        compared: Gradients that a displaced pass is compared with, where it sees less of the batch.
+    """
+
+    told: Any
+    evaluation: Evaluation | None = None
+    measured: dict[Tensor, Tensor] | None = None
+    compared: dict[Tensor, Tensor] | None = None
+
+
+def first_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: TraceRatio, due: bool) -> First:
+    """A first pass that is differentiated as it is."""
+    at = pass_with_graph(loss_of, around, method, due)
+    return First(at.loss.detach(), evaluation=at)
+
+
+def first_in_parts(
+    closure: Callable[..., Any], parts: Parts, around: Surroundings, scaler: torch.amp.GradScaler | None
+) -> First:
+    """A first pass that notes F, the mean of the parts' squared gradients."""
+    measured: dict[Tensor, Tensor] = {}
+
+    def note(share: float) -> None:
+        for p in around.params:
+            if p.grad is not None:
+                measured[p] = share * p.grad**2 + measured.get(p, 0)
+
+    told = pass_in_parts(closure, parts, around, scaler, note)
+    return First(told, measured=measured)
+
+
+class Evaluator:
+    """The passes of one batch.
+
+    Args:
+        around: What they find and leave.
+        again: Makes a displaced pass.
+        first: Makes the first one, where that is another.
+        due: Whether there are displaced passes.
+        keep: Whether gradients of a displaced pass have to outlive the next.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        again: Callable[[], Any],
+        first: Callable[[], First] | None = None,
+        *,
+        due: bool,
+        keep: bool = False,
+    ) -> None:
+        self.around, self.due = around, due
+        self._first, self._again, self._keep = first, again, keep
+
+    def first(self) -> First:
+        """The gradients of the loss, in `.grad`, and what else there is."""
+        return First(self._again()) if self._first is None else self._first()
+
+    def at(self, step: Step, place: Place) -> Tensors:
+        """The gradients of the loss there."""
+        with displaced_pass(step.params, place, self.around):
+            self._again()
+        gradients = gradients_ahead(step.params, keep=self._keep)
+        self.around.clear()  # one that enters the loss only there has no gradient in this step
+        return gradients
+
+
+def scale(params: Tensors, scaler: torch.amp.GradScaler) -> None:
+    """Put scaled gradients in the place of the gradients."""
+    _multiply(params, scaler.scale)
+
+
+def unscale(params: Tensors, scaler: torch.amp.GradScaler) -> None:
+    """And the other way round."""
+    _multiply(params, lambda one: 1 / scaler.scale(one))
+
+
+def _multiply(params: Tensors, factor: Callable[[Tensor], Tensor]) -> None:
+    """The factor is made on the device, and not waited for."""
+    if found := [p for p in params if p.grad is not None]:
+        gradients = tensors.clone([p.grad for p in found if p.grad is not None])
+        tensors.scale_(gradients, factor(torch.ones((), device=found[0].device)))
+        for p, gradient in zip(found, gradients, strict=True):
+            p.grad = gradient

@@ -1,0 +1,273 @@
+"""Who makes a step other than kernel by kernel in one piece: two Triton kernels, or every part of the batch by itself.
+
+The two kernels make as few readings of memory as there can be. Before the second pass: direction and displacement, from
+the gradient and f. After it: the weights come back, ρ∇T, the update and f. Between them no direction, no old weights
+and no ρ∇T are kept: what displaced the weights is computed again. The lengths, which the displacement needs first, are
+one reading more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gtracer.optim.evaluate import Call
+from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.reuse import LAST, Decayed, Reuse
+from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
+from gtracer.optim.step import Passes, Slice, Step
+from gtracer.optim.transforms import Transform, to_norm
+from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.triton_kernels import Launched
+
+IMPLEMENTATIONS = ("auto", "foreach", "compiled", "fused")
+
+
+def why_not_fused(
+    method: Method,
+    rule: Rule,
+    transforms: tuple[Transform, ...] = (),
+    reuse: Reuse | None = None,
+    call: Call | None = None,
+    params: Tensors = (),
+) -> str | None:
+    """Why the two kernels cannot make a step, in words; None where they can.
+
+    Args:
+        method, rule, transforms, reuse: The optimiser's own.
+        call: What its `step` was handed.
+        params: What it updates. What the kernels read besides lies as these do, but for odd gradients.
+    """
+    base, groups = rule.base, rule.base.param_groups
+    reasons = {
+        "SAM's step is torch's kernels": not isinstance(method, TraceRatio),
+        f"no kernel makes {type(base).__name__}'s update": not _has_kernel(rule),
+        "its curvature or engine takes other passes": isinstance(method, TraceRatio) and not method.is_plain,
+        "a central difference displaces the weights twice": method.central,
+        "scale_free=True": getattr(method, "scale_free", False),
+        "an experimental engine makes other passes": method.needs_closure is not None,
+        f"reuse={reuse!r}": not isinstance(reuse, Decayed | None),
+        "only clipping by the norm of the total is in them": not all(map(_is_one_factor, transforms)),
+        "maximize=True": any(group.get("maximize") for group in groups),
+        "dampening": any(group.get("momentum") and group.get("dampening") for group in groups),
+        "weight decay that is coupled to Adam": _couples_decay(rule),
+        "ρ = 0: the base optimiser makes the step itself": not any(rho_of(group) for group in groups),
+        "a loop with perturbed() leaves its gradient for others to read": call is not None and call.closure is None,
+        "batches= or penalty='each'": call is not None and (call.parts is not None or call.each),
+        "a GradScaler looks at the gradient first": call is not None and call.scaler is not None,
+        "Triton is not installed": not has_triton(),
+        "they are for float32 weights on one GPU, contiguous and in one piece": not readable(params),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def rho_of(group: dict[str, Any]) -> float:
+    """ρ of a group, whose name is another where the base optimiser has a `rho` of its own."""
+    found: float = group.get("gtracer_rho", group.get("rho", 0.0))
+    return found
+
+
+def _has_kernel(rule: Rule) -> bool:
+    if isinstance(rule, AdamRule):
+        return True
+    base: Any = rule.base
+    hooked = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
+    return isinstance(rule, TorchRule) and type(base) is torch.optim.SGD and not hooked
+
+
+def _couples_decay(rule: Rule) -> bool:
+    coupled = isinstance(rule, AdamRule) and not rule.decoupled
+    return coupled and any(group["weight_decay"] for group in rule.base.param_groups)
+
+
+def _is_one_factor(transform: Transform) -> bool:
+    """Whether all it does is to scale the total."""
+    return bool(getattr(transform, "is_one_factor", False))
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def on_gpu(params: Tensors) -> bool:
+    """Whether there is anything for kernels to do."""
+    return any(p.is_cuda for p in params)
+
+
+def readable(*lists: Tensors) -> bool:
+    """Whether the kernels can read them: whole tensors of float32, all on one GPU."""
+    tensors = [t for part in lists for t in part]
+    if not tensors:
+        return True
+    alike = {t.dtype for t in tensors} == {torch.float32} and len({t.device for t in tensors}) == 1
+    return alike and tensors[0].is_cuda and all(map(Tensor.is_contiguous, tensors))
+
+
+def launched(rule: Rule, part: Slice) -> Launched | None:
+    """The slice for the kernels, with its state; None where that lies so that they cannot read it."""
+    from gtracer.optim.triton_kernels import Launched
+
+    group, hyper, params, state = part.group, part.hyper, part.params, rule.base.state
+    numbers: dict[str, Any] = {"rho": hyper["rho"], "delta": hyper["delta"]}
+    numbers |= {"lr": group["lr"], "decay": group["weight_decay"]}
+    if isinstance(rule, AdamRule):
+        new = {p: adam_state(p, capturable=True) for p in params if not rule.is_trained(p)}
+        known = [new.get(p) or state[p] for p in params]
+        exp_avg, v, counts = ([it[name] for it in known] for name in ("exp_avg", "exp_avg_sq", "step"))
+        if any(not count.is_cuda and params[0].is_cuda for count in counts):
+            counts = [count.to(params[0].device) for count in counts]
+            for p, count in zip(params, counts, strict=True):
+                new.setdefault(p, {})["step"] = count
+        if not readable(params, part.gradients, exp_avg, v, counts):
+            return None
+        numbers |= {"betas": group["betas"], "eps": group["eps"], "whole": rule.of_total}
+        numbers["f0"] = None if isinstance(hyper["f0"], str) else hyper["f0"]
+        return Launched(params, part.gradients, exp_avg, v, counts, state=new, **numbers)
+    momentum = group["momentum"]
+    f, momenta = rule.average(part), [_momentum_of(state.get(p, {}), p) for p in params] if momentum else None
+    if not readable(params, part.gradients, f, momenta or ()):
+        return None
+    fresh: dict[Tensor, dict[str, Tensor]] = {
+        p: {"f": x} for p, x in zip(params, f, strict=True) if not rule.is_trained(p)
+    }
+    for p, m in zip(params, momenta or (), strict=False):
+        if state.get(p, {}).get("momentum_buffer") is not m:
+            fresh.setdefault(p, {})["momentum_buffer"] = m
+    numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
+    return Launched(params, part.gradients, momenta, f, state=fresh, **numbers)
+
+
+def _momentum_of(state: dict[str, Any], p: Tensor) -> Tensor:
+    """SGD's; without one before, its first is the gradient alone."""
+    found: Tensor | None = state.get("momentum_buffer")
+    return torch.zeros_like(p) if found is None else found
+
+
+class TwoKernels:
+    """A step under way, from the first gradient to the update.
+
+    Args:
+        parts: What is updated.
+        radius: Length of the displacement.
+        most: The norm that ∇L + ρ∇T is clipped to, if it is.
+    """
+
+    def __init__(self, parts: list[Launched], radius: float, most: float | None) -> None:
+        self.parts, self._radius, self._most = parts, radius, most
+        self.reached = _sum([part.reach() for part in parts])  # ‖u‖², T and ‖∇L‖²
+        self.ahead: Tensors = ()  # gradients at the displaced weights
+        self.kept: Tensors | None = None  # where ρ∇T is kept
+        self.healthy: Tensor | None = None  # what a look has shown, if there was one
+        self._squared: Tensor | None = None
+
+    @classmethod
+    def of(cls, step: Step, method: TraceRatio, rule: Rule, transforms: tuple[Transform, ...]) -> TwoKernels | None:
+        """For a step; None where its tensors lie so that the kernels cannot read them."""
+        parts = [launched(rule, part) for part in step.slices]
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(parts):
+            return None
+        norms = [getattr(transform, "norm", None) for transform in transforms]
+        radius: float = getattr(method.engine, "radius")  # noqa: B009
+        return cls(found, radius, next(iter(norms), None))
+
+    def passes(self) -> Passes:
+        """The one further pass, after which the weights stay displaced."""
+        self.ahead = yield self._displaced()
+        return self.ahead
+
+    @contextmanager
+    def _displaced(self) -> Iterator[None]:
+        self._displace(self._radius)
+        try:
+            yield
+        except BaseException:
+            self._displace(-self._radius)
+            raise
+
+    def _displace(self, radius: float) -> None:
+        for part in self.parts:
+            part.displace_(self.reached, radius)
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is no state yet."""
+        return any(part.state for part in self.parts)
+
+    def found_early(self, healthy: Tensor) -> bool:
+        """Whether the verdict is to be waited for before the update: there is no state yet to be left as it was."""
+        return self.is_new or not healthy.is_cuda
+
+    def new_state(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """What of the state there was not before."""
+        for part in self.parts:
+            yield from part.state.items()
+
+    def take(self, source: Tensors, again: float | None, kept: Tensors | None) -> None:
+        """Be told what makes ρ∇T.
+
+        Args:
+            source: The gradients at the displaced weights; or an old ρ∇T.
+            again: In that case the factor to multiply it by.
+            kept: Where to keep the new one.
+        """
+        self.kept, start = kept, 0
+        for part in self.parts:
+            own = slice(start, start + len(part.params))
+            part.take(source[own], again, kept[own] if kept is not None else None)
+            start = own.stop
+
+    def look(self, loss: Tensor | None) -> Tensor:
+        """1 where all numbers are finite, else 0; on the device."""
+        told = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
+        numbers = torch.cat([self.reached, self._total().reshape(1), *told])
+        self.healthy = torch.isfinite(numbers).all().to(self.reached)
+        return self.healthy
+
+    def abandon(self) -> None:
+        """Leave the weights where they were."""
+        if self.ahead:
+            self._displace(-self._radius)
+
+    def finish(self) -> Tensor:
+        """Make the update, unless a look has shown that it must not be; gives ‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""
+        shrink = None if self._most is None else to_norm(self._most, self._total().sqrt())
+        sums = _sum([part.finish_(self.reached, self._radius, shrink, self.healthy) for part in self.parts])
+        for part in self.parts:
+            part.count_(self.healthy)
+        return sums
+
+    def _total(self) -> Tensor:
+        """‖∇L + ρ∇T‖²."""
+        if self._squared is None:
+            self._squared = _sum([part.total(self.reached, self._radius) for part in self.parts])
+        return self._squared
+
+
+def source_of(
+    step: Step, reuse: Reuse | None, state: dict[Tensor, dict[str, Any]], since: int
+) -> tuple[Tensors, float | None, Tensors | None]:
+    """What makes ρ∇T: this step's second pass, an old one's, or nothing; and where to keep it. As `TwoKernels.take`."""
+    kernels, params = step.kernels, step.params
+    assert kernels is not None
+    if kernels.ahead:
+        kept = None
+        if reuse is not None:
+            kept = [state[p][LAST] if LAST in state.get(p, {}) else torch.zeros_like(p) for p in params]
+        return kernels.ahead, None, kept
+    if isinstance(reuse, Decayed) and all(LAST in state.get(p, {}) for p in params):
+        return [state[p][LAST] for p in params], reuse.decay**since, None
+    return params, 0.0, None
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum(0)

@@ -1,0 +1,242 @@
+"""The update, and where f is kept: in any torch optimiser's state beside its own, or as Adam's second moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gtracer import checks
+from gtracer.curvature import initial_average, squares, update_average_
+from gtracer.optim.compiler import runner
+from gtracer.optim.step import Slice, Step
+from gtracer.tensors import Tensors
+
+
+class Rule(Protocol):
+    """How weights and f follow from a step."""
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """The optimiser whose groups and state these are."""
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether there is an f."""
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph of the update goes on counting steps."""
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuse what the update cannot do."""
+
+    def is_trained(self, p: Tensor) -> bool:
+        """Whether f of this parameter is in the state."""
+
+    def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
+        """f of parameters that have been trained before."""
+
+    def average(self, part: Slice) -> Tensors:
+        """f of a slice before this step's update: from the state, or f₀."""
+
+    def update(self, step: Step) -> None:
+        """Move the weights, then let f follow."""
+
+
+def average_before(rule: Rule, part: Slice) -> Tensors:
+    """f before this step's update: from the state, or f₀."""
+    if all(map(rule.is_trained, part.params)):
+        return list(rule.average_of(part.group, part.hyper, part.params))
+    source = part.measured if part.start is None else part.start
+    fresh = {p: F.detach() for p, F in zip(part.params, source, strict=True) if not rule.is_trained(p)}
+    known = [p for p in part.params if p not in fresh]
+    f = dict(zip(known, rule.average_of(part.group, part.hyper, known), strict=True)) if known else {}
+    f |= zip(fresh, initial_average(list(fresh.values()), part.hyper["f0"]), strict=True)
+    return [f[p] for p in part.params]
+
+
+@dataclass(frozen=True)
+class TorchRule:
+    """The base optimiser's own update, and f beside its state, as Algorithm 1 has it.
+
+    Attributes:
+        base: The optimiser.
+        keeps_average: Whether there is an f.
+        compile: Compile the arithmetic of f.
+    """
+
+    base: torch.optim.Optimizer
+    keeps_average: bool = True
+    compile: bool = False
+
+    is_capturable = True
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        pass
+
+    def is_trained(self, p: Tensor) -> bool:
+        return "f" in self.base.state.get(p, {})
+
+    def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
+        return [self.base.state[p]["f"] for p in params]
+
+    def average(self, part: Slice) -> Tensors:
+        return average_before(self, part)
+
+    def update(self, step: Step) -> None:
+        if self.keeps_average:
+            for part in step.slices:  # now: torch's may write into the gradient
+                part.curvature = part.measured
+        self.base.step()
+        if self.keeps_average:
+            for part in step.slices:
+                self._learn(part)
+
+    def _learn(self, part: Slice) -> None:
+        f = self.average(part)
+        runner(self.compile)(update_average_)(f, part.measured, part.hyper["beta"])
+        # Not before the base optimiser's first step: many initialise a state only while it is empty.
+        for p, average in zip(part.params, f, strict=True):
+            self.base.state[p]["f"] = average
+
+
+def adam_update_(
+    params: Tensors,
+    total: Tensors,  # ∇[L + ρT], feeds the first moment
+    F: Tensors,  # (∇L)² or another estimate of the curvature, feeds the second
+    exp_avg: Tensors,
+    exp_avg_sq: Tensors,
+    steps: Sequence[float] | Tensors,  # counting this one; as tensors they, and lr, may change in a replay
+    *,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Adam's update with a source for each moment, in place. With F the square of `total` it is torch's Adam."""
+    torch._foreach_lerp_(exp_avg, total, 1 - beta1)
+    torch._foreach_mul_(exp_avg_sq, beta2)
+    torch._foreach_add_(exp_avg_sq, F, alpha=1 - beta2)
+    denominator = torch._foreach_sqrt(exp_avg_sq)
+    torch._foreach_div_(denominator, [(1 - beta2**t) ** 0.5 for t in steps])
+    torch._foreach_add_(denominator, eps)
+    sizes: list[Any] = [-lr / (1 - beta1**t) for t in steps]
+    if isinstance(sizes[0], Tensor):  # addcdiv takes numbers only
+        torch._foreach_div_(denominator, sizes)
+        sizes = [1.0] * len(sizes)
+    torch._foreach_addcdiv_(params, exp_avg, denominator, sizes)
+
+
+def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0: str | float) -> Tensors:
+    """f from Adam's second moment, which starts at zero, after so many steps.
+
+    With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number f₀ is what an
+    average started there would still hold.
+    """
+    start: list[Any] = [beta2**t for t in counts]
+    if isinstance(f0, str):
+        return torch._foreach_div(v, [1 - weight for weight in start])
+    return torch._foreach_add(v, [f0 * weight for weight in start])
+
+
+def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
+    """Adam's state before the first step; a `capturable` one counts on the device."""
+    count = torch.zeros((), device=p.device if capturable else "cpu")
+    return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+@dataclass(frozen=True)
+class AdamRule:
+    """Adam's update with its second moment as f.
+
+    Attributes:
+        base: torch's Adam or AdamW. It keeps groups and state in torch's own layout, and makes the steps at ρ = 0; the
+            arithmetic of the others is `adam_update_`.
+        decoupled: Whether the weight decay is AdamW's.
+        of_total: Whether the second moment is fed by ∇[L + ρT], where F is the squared gradient. Else by ∇L.
+        compile: Compile the arithmetic.
+    """
+
+    base: torch.optim.Adam
+    decoupled: bool = False
+    of_total: bool = True
+    compile: bool = False
+
+    keeps_average = True
+
+    @property
+    def is_capturable(self) -> bool:
+        return all(group["capturable"] for group in self.base.param_groups)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        if "beta" in group:
+            raise ValueError(
+                f"beta = {group['beta']!r} has no place here: f is Adam's second moment, set betas instead"
+            )
+        if group["amsgrad"] is not False:
+            raise ValueError(
+                f"amsgrad must be False, got {group['amsgrad']!r}: f and the preconditioner are one buffer here. "
+                "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
+            )
+        checks.betas(group["betas"])
+
+    def is_trained(self, p: Tensor) -> bool:
+        return "exp_avg_sq" in self.base.state.get(p, {})
+
+    def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
+        v = [self.base.state[p]["exp_avg_sq"] for p in params]
+        return adam_average(v, self._steps(group, params), group["betas"][1], hyper["f0"])
+
+    def average(self, part: Slice) -> Tensors:
+        return average_before(self, part)
+
+    def update(self, step: Step) -> None:
+        if self._is_torchs(step):
+            self.base.step()
+            return
+        for part in step.slices:
+            self._update(part)
+
+    def _is_torchs(self, step: Step) -> bool:
+        """Whether this step is that of torch's Adam, which then makes it itself."""
+        plain = self.of_total and not self.compile and all(part.curvature is None for part in step.slices)
+        groups = self.base.param_groups
+        # torch counts on a CPU only as Python does.
+        possible = not any(g["capturable"] and any(p.device.type == "cpu" for p in g["params"]) for g in groups)
+        return plain and possible and not any(group["rho"] for group in groups)
+
+    def _update(self, part: Slice) -> None:
+        group, params, state = part.group, part.params, self.base.state
+        for p in params:
+            if not self.is_trained(p):
+                state[p].update(adam_state(p, capturable=group["capturable"]))
+        torch._foreach_add_([state[p]["step"] for p in params], 1)
+        total: Tensors = [p.grad for p in params if p.grad is not None]
+        F = part.measured
+        lr, decay = group["lr"] if group["capturable"] else float(group["lr"]), group["weight_decay"]
+        if group["maximize"]:
+            total = torch._foreach_neg(total)
+        if decay and self.decoupled:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            # Deviation: coupled decay is the gradient of a ridge in the loss, and Adam's buffer holds it too.
+            total = torch._foreach_add(total, params, alpha=decay)
+            if part.curvature is None:
+                sign = -1 if group["maximize"] else 1
+                F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
+        if self.of_total and part.curvature is None:
+            # Deviation: f learns of the total, not of ∇L: it bounds the step, and what it bounds it has to have seen.
+            F = squares(total)
+        moments = [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
+        beta1, beta2 = group["betas"]
+        numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
+        runner(self.compile)(adam_update_)(params, total, F, *moments, self._steps(group, params), **numbers)
+
+    def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
+        """How many each has made: numbers, or tensors that a captured step goes on counting."""
+        counts = [self.base.state[p]["step"] for p in params]
+        return counts if group["capturable"] else [float(count) for count in counts]

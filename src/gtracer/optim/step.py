@@ -1,0 +1,155 @@
+"""What one step knows, as plain data; it is made anew for every step and flows through a few functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gtracer import tensors
+from gtracer.curvature import Evaluation, squares
+from gtracer.optim.directions import Rows
+from gtracer.optim.stats import Stats
+from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.executors import TwoKernels
+
+COUNT = "gtracer_step"  # how many steps a group has made; in the groups, so that state_dict has it
+
+# Where the weights are to be for the next pass: by how much to displace them, or a scope that does it.
+Place = Tensors | AbstractContextManager[None]
+# Yields places, is sent the gradients there, returns what is added to the gradient.
+Passes = Generator[Place, Tensors, Tensors]
+
+
+@dataclass
+class Slice:
+    """Those parameters of a group that have a gradient, and their gradients of the loss."""
+
+    group: dict[str, Any]
+    hyper: dict[str, Any]  # the group's ρ, β, δ, f₀ by their plain names
+    params: Tensors
+    gradients: Tensors
+    curvature: Tensors | None = None  # F for the average, where it is not the squared gradient
+    start: Tensors | None = None  # F for f₀, where that is not this slice's own
+
+    @property
+    def measured(self) -> Tensors:
+        """F for the average f."""
+        return squares(self.gradients) if self.curvature is None else self.curvature
+
+    @property
+    def signed_rho(self) -> float:
+        """ρ; negative where torch's `maximize` will flip the sign of the total."""
+        rho: float = self.hyper["rho"]
+        return -rho if self.group.get("maximize") else rho
+
+    def without(self, dropped: set[Tensor]) -> Slice:
+        """The same with some parameters left out."""
+        kept = [i for i, p in enumerate(self.params) if p not in dropped]
+
+        def some(xs: Tensors | None) -> Tensors | None:
+            return None if xs is None else [xs[i] for i in kept]
+
+        params, gradients = [self.params[i] for i in kept], [self.gradients[i] for i in kept]
+        return Slice(self.group, self.hyper, params, gradients, some(self.curvature), some(self.start))
+
+
+@dataclass
+class Step:
+    """A step under way, from the first gradient to the update."""
+
+    slices: list[Slice]
+    told: Any = None  # the loss, as the closure gave it
+    due: bool = False  # whether it makes displaced passes
+    compared: Tensors | None = None  # what those are compared with, where it is not the gradient of the loss
+    evaluation: Evaluation | None = None  # of the first pass, where more than its gradient is wanted
+    trace_ratio: Tensor | None = None  # T
+    penalty: Tensors | None = None  # ρ∇T, until it is added to the gradient
+    renewed: bool = False  # whether the penalty is this step's own
+    rows: dict[Tensor, Rows] = field(default_factory=dict)  # of weights of which only the direction counts
+    kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
+    stats: Stats | None = None
+    after: list[Callable[[], None]] = field(default_factory=list)  # what is written into the state behind the update
+
+    def __post_init__(self) -> None:
+        self.told = self.told.detach() if isinstance(self.told, Tensor) else self.told
+
+    @property
+    def loss(self) -> Tensor | None:
+        """A closure that calls backward() itself may return what it likes."""
+        return torch.as_tensor(self.told) if isinstance(self.told, Tensor | float) else None
+
+    @property
+    def params(self) -> Tensors:
+        return [p for part in self.slices for p in part.params]
+
+    @property
+    def gradients(self) -> Tensors:
+        return [g for part in self.slices for g in part.gradients]
+
+    @property
+    def total(self) -> Tensors:
+        """∇L + ρ∇T, which is where the base optimiser looks for it."""
+        return [p.grad for p in self.params if p.grad is not None]
+
+    @total.setter
+    def total(self, total: Tensors) -> None:
+        for p, gradient in zip(self.params, total, strict=True):
+            p.grad = gradient
+
+    def drop_graph(self) -> None:
+        """The engine may need the gradients' graph, nobody after it does."""
+        self.evaluation = None
+        for part in self.slices:
+            part.gradients = [g.detach() if g.requires_grad else g for g in part.gradients]
+
+    def drop_parameters_without_gradient(self) -> None:
+        """Leave out what the caller has taken the gradient of since, as torch's optimisers do."""
+        if dropped := {p for p in self.params if p.grad is None}:
+            self.slices = [part for part in (part.without(dropped) for part in self.slices) if part.params]
+
+
+class Course:
+    """The displaced passes of a step: where the next one is wanted, and at the end what they have found."""
+
+    def __init__(self, passes: Passes | None) -> None:
+        self.place: Place | None = None
+        self.found: Tensors | None = None
+        self._passes = passes
+        if passes is not None:
+            self.proceed(None)
+
+    def proceed(self, gradients: Tensors | None) -> None:
+        """Hand over the gradients of the pass that was wanted (at first none was)."""
+        assert self._passes is not None
+        try:
+            self.place = self._passes.send(gradients)  # type: ignore[arg-type]
+        except StopIteration as finished:
+            self.place, self.found = None, finished.value
+
+
+def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Tensors | None:
+    """Make all displaced passes; gives what they have found."""
+    course = Course(passes)
+    while course.place is not None:
+        course.proceed(gradients_at(course.place))
+    return course.found
+
+
+def combine(step: Step) -> None:
+    """Add the penalty to the gradient, put the sum where the base optimiser looks for it, and note their lengths."""
+    total = gradients = step.gradients
+    norms = [tensors.norm(gradients)]
+    if step.penalty is not None:
+        total, step.penalty = step.penalty, None
+        norms.append(tensors.norm(total))
+        torch._foreach_add_(total, gradients)
+        norms.append(tensors.norm(total))
+    step.stats = Stats(step.loss, step.trace_ratio, *norms)
+    step.total = total
