@@ -140,7 +140,7 @@ OTHERS = {
 def test_other_steps_are_made_as_ever(name, finished, monkeypatch):
     """And the optimiser says why; asked for the kernels alone, it refuses."""
     own, reason = OTHERS[name]
-    monkeypatch.setattr(executors, "on_gpu", lambda params: True)
+    monkeypatch.setattr("gtracer.optim.optimizer.FUSED_ON", {"cuda", "cpu"})
     found, _ = trained(**{"dtype": torch.float32, "kept": (kept := [])} | own)
     assert not finished
     assert reason in kept[0].implementation_used
@@ -154,7 +154,7 @@ def test_other_steps_are_made_as_ever(name, finished, monkeypatch):
 
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 def test_it_is_what_auto_takes(cls, finished, monkeypatch):
-    monkeypatch.setattr(executors, "on_gpu", lambda params: True)
+    monkeypatch.setattr("gtracer.optim.optimizer.FUSED_ON", {"cuda", "cpu"})
     _, stats = trained(cls, dtype=torch.float32, kept=(kept := []))
     assert len(finished) == 6
     assert kept[0].implementation_used == "fused"

@@ -94,3 +94,28 @@ def labelled(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     names = group.get("param_names")
     for index, p in enumerate(group["params"]):
         yield f"parameter {names[index]!r}" if names else f"parameter {index} of its group {tuple(p.shape)}", p
+
+
+def hyperparameters(group: dict[str, Any]) -> None:
+    """Refuse ρ, β, δ or f₀ out of range; Adam's groups have no β of their own, SAM's have ρ alone."""
+    for name, high in (("rho", math.inf), ("delta", math.inf), ("beta", 1.0)):
+        if name in group:
+            number(name, group[name], low=0, high=high)
+    if isinstance(group.get("f0"), str):
+        choice("f0", group["f0"], ["first-gradient"])
+    elif "f0" in group:
+        number("f0", group["f0"], low=0)
+
+
+def loss(value: Any, who: str) -> None:
+    """Refuse what cannot be differentiated."""
+    from torch import Tensor
+
+    if not isinstance(value, Tensor):
+        raise RuntimeError(f"{who} needs the loss as a tensor, got {value!r} ({type(value).__name__})")
+    if not value.requires_grad:
+        raise RuntimeError(
+            f"{who} needs a loss with a graph, got {value!r}: compute it with gradients enabled and do not detach it"
+        )
+    if value.numel() != 1:
+        raise RuntimeError(f"{who} needs a scalar loss, got shape {tuple(value.shape)}: average it over the batch")

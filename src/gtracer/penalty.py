@@ -73,7 +73,7 @@ class TracerPenalty:
         self.param_groups: list[dict[str, Any]] = [defaults | group for group in groups]
         for group in self.param_groups:
             group["params"] = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-            check_group(group)
+            checks.hyperparameters(group)
         checks.choice("nonfinite", nonfinite, NONFINITE)
         checks.kind("model", model, (nn.Module, type(None)))
         self.nonfinite = nonfinite
@@ -116,7 +116,7 @@ class TracerPenalty:
     def _checked(self, loss: Tensor) -> tuple[Tensor | None, Tensor]:
         """The examples' losses, where they are wanted, and their mean."""
         if self.curvature.parts is None:
-            check_loss(loss, "TracerPenalty")
+            checks.loss(loss, "TracerPenalty")
             return None, loss
         if not isinstance(loss, Tensor) or loss.ndim != 1 or not loss.requires_grad:
             raise RuntimeError(
@@ -141,7 +141,7 @@ class TracerPenalty:
                 recording.start()
         slices: list[tuple[dict[str, Any], Tensors, Tensors, Tensors]] = []
         for group in self.param_groups:
-            check_group(group)
+            checks.hyperparameters(group)
             used = [p for p in group["params"] if p in both]
             if used:
                 slices.append((group, used, [both[p][0] for p in used], [both[p][1] for p in used]))
@@ -176,27 +176,3 @@ class TracerPenalty:
             for p, f in zip(group["params"], fs, strict=True):
                 if f is not None:
                     self.state[p] = f.to(p, copy=True)
-
-
-def check_group(group: dict[str, Any]) -> None:
-    """Refuse a group whose ρ, β, δ or f₀ is out of range; Adam's groups have no β of their own."""
-    checks.number("rho", group["rho"], low=0)
-    checks.number("delta", group["delta"], low=0)
-    if "beta" in group:
-        checks.number("beta", group["beta"], low=0, high=1)
-    if isinstance(group["f0"], str):
-        checks.choice("f0", group["f0"], [FIRST_GRADIENT])
-    else:
-        checks.number("f0", group["f0"], low=0)
-
-
-def check_loss(loss: Any, who: str) -> None:
-    """Refuse what cannot be differentiated."""
-    if not isinstance(loss, Tensor):
-        raise RuntimeError(f"{who} needs the loss as a tensor, got {loss!r} ({type(loss).__name__})")
-    if not loss.requires_grad:
-        raise RuntimeError(
-            f"{who} needs a loss with a graph, got {loss!r}: compute it with gradients enabled and do not detach it"
-        )
-    if loss.numel() != 1:
-        raise RuntimeError(f"{who} needs a scalar loss, got shape {tuple(loss.shape)}: average it over the batch")

@@ -271,54 +271,42 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
         default.graphsafe_set_state(everybodys)
 
 
-class Uninterrupted:
-    """Ctrl-C held back inside, except where `opened`: what it would leave half done is finished first.
+class Signals:
+    """Ctrl-C while a step is made: `open` where the caller's own code runs, held back everywhere else."""
 
-    A signal is handled between two lines of Python, so between saving weights and entering the scope that puts them
-    back as well. With this around a whole step, KeyboardInterrupt can only come out of the caller's own code, or at the
-    end. In threads, which get no signals, and where SIGINT is not Python's to handle, it does nothing.
-    """
+    handler: Callable[[int, FrameType | None], Any] | None = None  # whose it is outside
+    held: tuple[int, FrameType | None] | None = None
+    is_open = False
 
-    def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        self._held: tuple[int, FrameType | None] | None = None
-        self._is_open = False
-
-    def __enter__(self) -> Uninterrupted:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_open = False
-        if self._handler is None:
-            return
-        if signal.getsignal(signal.SIGINT) == self._on_signal:  # unless the caller's code has set another
-            signal.signal(signal.SIGINT, self._handler)
-        self._deliver()
-
-    def open(self) -> None:
-        """Let Ctrl-C through from here on; one that was held back comes now."""
-        self._is_open = True
-        self._deliver()
-
-    def close(self) -> None:
-        """Hold it back again."""
-        self._is_open = False
-
-    def _deliver(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and self._handler is not None:
-            self._handler(*held)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._is_open and self._handler is not None and not _is_entering_or_leaving(frame):
-            self._handler(number, frame)
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.is_open and self.handler is not None and not _is_entering_or_leaving(frame):
+            self.handler(number, frame)
         else:
-            self._held = number, frame
+            self.held = number, frame
+
+
+@contextmanager
+def uninterrupted() -> Iterator[Signals]:
+    """Finish what a Ctrl-C would leave half done, and let it through at the end.
+
+    A signal is handled between two lines of Python, so also between saving weights and entering the scope that puts
+    them back. With this around a whole step, KeyboardInterrupt comes out of the caller's own code, or after the step.
+    In threads, which get no signals, and where SIGINT is not Python's to handle, it does nothing.
+    """
+    signals = Signals()
+    if threading.current_thread() is threading.main_thread() and callable(found := signal.getsignal(signal.SIGINT)):
+        signals.handler = found
+        signal.signal(signal.SIGINT, signals)
+    try:
+        yield signals
+    finally:
+        signals.is_open = False
+        if signals.handler is not None:
+            handler: Callable[[int, FrameType | None], Any] = signals.handler
+            if signal.getsignal(signal.SIGINT) == signals:  # unless the caller's code has set another
+                signal.signal(signal.SIGINT, handler)
+            if signals.held is not None:
+                handler(*signals.held)
 
 
 def _is_entering_or_leaving(frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 # What the foreach kernels take and give.
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -100,6 +100,13 @@ def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
         some.append(target)
         others.append(source)
     return list(alike.values())
+
+
+def kept(gradients: Tensors) -> Tensors:
+    """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return gradients
+    return [g.clone() if g._base is not None and not g.requires_grad else g for g in gradients]
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -32,7 +32,7 @@ def gradient_magnitude(at: Evaluation) -> Tensors:
 
 
 def loss_gradient(at: Evaluation) -> Tensors:
-    """The same, told apart by Adam-TRACER, whose second moment it makes that of ∇L alone: see `gtracer.experimental`."""
+    """The same, told apart by Adam-TRACER, whose second moment it makes that of ∇L: see `gtracer.experimental`."""
     return squares(at.gradients)
 
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from gtracer import checks
 from gtracer.curvature import FIRST_GRADIENT, Estimator, gradient_magnitude, loss_gradient
+from gtracer.optim.compiler import runner
 from gtracer.optim.documentation import documented
 from gtracer.optim.keywords import checked_keywords
 from gtracer.optim.optimizer import TwoPassOptimizer
 from gtracer.optim.reuse import Reuse, reuse_of
-from gtracer.optim.rules import AdamRule
+from gtracer.optim.rules import AdamRule, refuse_amsgrad
 from gtracer.optim.tracer import Engine, Params, trace_ratio_of
 from gtracer.optim.transforms import Clip, Transform, transforms_of
 from gtracer.penalty import DELTA, RHO
@@ -161,11 +162,7 @@ def adam_rule(
     checks.number("weight_decay", adam["weight_decay"], low=0)
     checks.flag("maximize", adam["maximize"])
     checks.kind("foreach", adam["foreach"], (bool, type(None)))
-    if adam["amsgrad"] is not False:
-        raise ValueError(
-            f"amsgrad must be False, got {adam['amsgrad']!r}: f and the preconditioner are one buffer here. "
-            "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
-        )
+    refuse_amsgrad(adam["amsgrad"])
     if any(getattr(transform, "preconditions", False) for transform in transforms):
         raise ValueError(f"transforms = {list(transforms)!r}: Adam divides by √f already, leave Precondition() out")
     compile = implementation == "compiled"
@@ -173,7 +170,7 @@ def adam_rule(
         adam = adam | {"capturable": True}
     made = base(checks.parameters(params), **adam)
     plain = curvature is gradient_magnitude and average in (None, gradient_magnitude)
-    return AdamRule(made, decoupled=base is torch.optim.AdamW, of_total=plain, compile=compile)
+    return AdamRule(made, decoupled=base is torch.optim.AdamW, of_total=plain, run=runner(compile))
 
 
 def _estimated(average: Estimator | None) -> Estimator | None:

@@ -8,18 +8,12 @@ from typing import Any
 
 import torch
 
-# From a function to one that does the same.
-Runner = Callable[[Callable[..., Any]], Callable[..., Any]]
+from gtracer.optim.engines import Runner, as_it_is
 
 
 def runner(compile: bool) -> Runner:
     """What runs the arithmetic: torch.compile, or nothing but Python."""
     return compiled if compile else as_it_is
-
-
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The runner that changes nothing."""
-    return function
 
 
 @cache

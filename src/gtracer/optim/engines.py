@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gtracer import checks, tensors
 from gtracer.curvature import Shifts, inverse
-from gtracer.optim.compiler import Runner, as_it_is
 from gtracer.optim.step import Passes
 from gtracer.scopes import moved
 from gtracer.tensors import Tensors
 
 RADIUS = 0.05
+
+# From a function to one that does the same, compiled for one.
+Runner = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The runner that changes nothing."""
+    return function
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class FiniteDifference:
 
 @dataclass(frozen=True)
 class Exact:
-    """∇(ρT) by differentiating the gradient again (double backward): exact, for models that can be differentiated twice."""
+    """∇(ρT) by differentiating the gradient again, for models that can be differentiated twice (double backward)."""
 
     is_exact = True
     central = False

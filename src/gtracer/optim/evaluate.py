@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from gtracer import checks, tensors
 from gtracer.curvature import Evaluation, Recording, SecondDerivatives
 from gtracer.optim import processes
-from gtracer.optim.parts import Parts, kept, shared
-from gtracer.optim.step import Place, Step
-from gtracer.penalty import check_loss
+from gtracer.optim.parts import Parts, shared
+from gtracer.optim.step import Place
 from gtracer.scopes import (
     Buffers,
     Copies,
     PooledStatistics,
     RandomState,
-    Uninterrupted,
+    Signals,
     displaced,
-    frozen_statistics,
     replayed_random,
 )
 from gtracer.tensors import Tensors
@@ -64,10 +62,11 @@ class Call:
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         return cls(closure, batch, parts, penalty == "each", enabled)
 
-    def loss_of_batch(self) -> Any:
-        """The closure's, of the whole batch."""
+    @property
+    def loss_of_batch(self) -> Callable[[], Any]:
+        """The closure, with the whole batch."""
         assert self.closure is not None
-        return self.closure(*self.batch)
+        return partial(self.closure, *self.batch)
 
 
 @dataclass
@@ -75,28 +74,17 @@ class Surroundings:
     """What passes find and have to leave as it was."""
 
     params: Tensors  # all of the optimiser's
+    devices: set[torch.device]
     model: nn.Module | None  # whose statistics displaced passes leave alone
     copies: Copies
     random: RandomState  # where the random numbers of the first pass begin
-    signals: Uninterrupted
+    signals: Signals
     statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
-
-    @property
-    def devices(self) -> set[torch.device]:
-        return devices_of(self.params)
 
     def clear(self) -> None:
         """Forget all gradients."""
         for p in self.params:
             p.grad = None
-
-    def reached(self) -> bool:
-        """Whether there is any gradient."""
-        return any(p.grad is not None for p in self.params)
-
-
-def devices_of(params: Tensors) -> set[torch.device]:
-    return {p.device for p in params}
 
 
 @contextmanager
@@ -112,7 +100,8 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
         around.clear()
     gradients = [p.grad for p in around.params]
     start = RandomState(around.devices)
-    around.statistics = around.copies.of(around.model, "of the step") if statistics else None
+    if statistics and around.model is not None:
+        around.statistics = around.copies.of(around.model, "of the step")
     try:
         yield
     except BaseException:
@@ -129,33 +118,37 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
     """Where a further pass is made: at displaced weights, with the first's random numbers and frozen statistics."""
     around.clear()
     scope = nullcontext() if place is None else displaced(params, place) if isinstance(place, list | tuple) else place
-    statistics = frozen_statistics(around.copies.of(around.model, "of the first pass"))
-    with scope, statistics, replayed_random(around.random, around.devices):
+    statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
+    with scope, replayed_random(around.random, around.devices):
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
-        yield
+        try:
+            yield
+        finally:
+            if statistics is not None:
+                statistics.restore()
 
 
 def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
     """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
     # A parameter that drops out of the loss at the displaced weights has gradient zero there.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    return kept(gradients) if keep else gradients
+    return tensors.kept(gradients) if keep else gradients
 
 
 def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
     around.clear()
-    around.signals.open()
+    around.signals.is_open = True
     try:
         with torch.enable_grad():
             loss = loss_of()
-            if not around.reached():
-                check_loss(loss, "step(closure)")
+            if all(p.grad is None for p in around.params):
+                checks.loss(loss, "step(closure)")
                 (loss if scaler is None else scaler.scale(loss)).backward()
     finally:
-        around.signals.close()
-    if not around.reached():
+        around.signals.is_open = False
+    if all(p.grad is None for p in around.params):
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     if scaler is not None:
         unscale(around.params, scaler)
@@ -198,22 +191,22 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
     around.clear()
     model = around.model
     recording = Recording(model) if model is not None and method.curvature.needs_layers else None
-    around.signals.open()
+    around.signals.is_open = True
     try:
         with torch.enable_grad():
             with recording or nullcontext(), SecondDerivatives(method.run):
                 loss = loss_of()
-            if around.reached():
+            if any(p.grad is not None for p in around.params):
                 raise RuntimeError(
                     f"engine={method.engine!r} with curvature={method.curvature.numerator!r} differentiates the loss "
                     "itself: let the closure return the loss without calling backward()"
                 )
-            check_loss(loss, "step(closure)")
+            checks.loss(loss, "step(closure)")
             wanted = [p for p in around.params if p.requires_grad]
             twice, examples = due and method.engine.is_exact, due and method.by_examples
             at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
     finally:
-        around.signals.close()
+        around.signals.is_open = False
     if not at.params:
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     for p, g in zip(at.params, at.gradients, strict=True):
@@ -259,38 +252,29 @@ def first_in_parts(
     return First(told, measured=measured)
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """The passes of one batch.
 
-    Args:
+    Attributes:
         around: What they find and leave.
-        again: Makes a displaced pass.
-        first: Makes the first one, where that is another.
-        due: Whether there are displaced passes.
+        due: Whether there are displaced ones.
+        first: Makes the first.
+        again: Makes a displaced one.
         keep: Whether gradients of a displaced pass have to outlive the next.
     """
 
-    def __init__(
-        self,
-        around: Surroundings,
-        again: Callable[[], Any],
-        first: Callable[[], First] | None = None,
-        *,
-        due: bool,
-        keep: bool = False,
-    ) -> None:
-        self.around, self.due = around, due
-        self._first, self._again, self._keep = first, again, keep
+    around: Surroundings
+    due: bool
+    first: Callable[[], Any]  # gives the loss, or a First
+    again: Callable[[], Any]
+    keep: bool = False
 
-    def first(self) -> First:
-        """The gradients of the loss, in `.grad`, and what else there is."""
-        return First(self._again()) if self._first is None else self._first()
-
-    def at(self, step: Step, place: Place) -> Tensors:
+    def at(self, params: Tensors, place: Place) -> Tensors:
         """The gradients of the loss there."""
-        with displaced_pass(step.params, place, self.around):
-            self._again()
-        gradients = gradients_ahead(step.params, keep=self._keep)
+        with displaced_pass(params, place, self.around):
+            self.again()
+        gradients = gradients_ahead(params, keep=self.keep)
         self.around.clear()  # one that enters the loss only there has no gradient in this step
         return gradients
 

@@ -1,4 +1,4 @@
-"""Who makes a step other than kernel by kernel in one piece: two Triton kernels, or every part of the batch by itself.
+"""Who makes a step other than in one piece, kernel by kernel: every part of the batch by itself, or two Triton kernels.
 
 The two kernels make as few readings of memory as there can be. Before the second pass: direction and displacement, from
 the gradient and f. After it: the weights come back, ρ∇T, the update and f. Between them no direction, no old weights
@@ -9,26 +9,161 @@ one reading more.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gtracer.optim.evaluate import Call
+from gtracer.curvature import gradient_magnitude
+from gtracer.optim import processes
+from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.parts import Parts, Pool, split
 from gtracer.optim.reuse import LAST, Decayed, Reuse
 from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
-from gtracer.optim.step import Passes, Slice, Step
+from gtracer.optim.stats import Stats, Verdict
+from gtracer.optim.step import COUNT, Passes, Slice, Step
 from gtracer.optim.transforms import Transform, to_norm
+from gtracer.scopes import Buffers, PooledStatistics, RandomState, frozen_statistics
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
+    from gtracer.optim.optimizer import TwoPassOptimizer
     from gtracer.optim.triton_kernels import Launched
 
 IMPLEMENTATIONS = ("auto", "foreach", "compiled", "fused")
+
+
+# Every part by itself.
+
+
+def in_parts(opt: TwoPassOptimizer, call: Call, around: Surroundings) -> Step:
+    """A step whose passes look at the parts of the batch one by one."""
+    size = opt.method.parts
+    if size is not None:
+        return _of_micro_batches(opt, call, around, size)
+    if call.parts is None and processes.count(opt.model) == 1:  # one part is the whole
+        return opt._penalised(opt._evaluator(call, around), call)
+    return _of_each(opt, call, around, call.parts or [(1.0, call.batch)], own_curvature=True)
+
+
+def _of_micro_batches(opt: TwoPassOptimizer, call: Call, around: Surroundings, size: int) -> Step:
+    """A step with an estimator that takes the batch in parts itself."""
+    assert isinstance(opt.method, TraceRatio)
+    if call.parts is not None or call.each:
+        raise RuntimeError(
+            f"batches or penalty = 'each' with micro_batch({size}), which takes the batch in parts "
+            "itself: hand the whole batch to step(closure, x, y), or leave micro_batch out"
+        )
+    numerator, average = opt.method.curvature.numerator, opt.method.curvature.average
+    parts = split(call.batch, size)
+    if numerator is gradient_magnitude:
+        assert call.closure is not None
+        first = partial(first_in_parts, call.closure, parts, around, call.scaler)
+        again = partial(pass_in_parts, call.closure, parts, around, call.scaler)
+        return opt._penalised(Evaluator(around, opt.second_pass_due, first, again, opt.is_central), call)
+    own = average is not gradient_magnitude
+    stacked = getattr(numerator, "step", None)
+    if stacked is not None and not opt.method.engine.is_exact and parts[-1][0] == parts[0][0]:
+        made: Step = stacked(opt, call, around, len(parts), own)
+        return made
+    return _of_each(opt, call, around, parts, own_curvature=own)
+
+
+def _of_each(opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Parts, *, own_curvature: bool) -> Step:
+    """Both passes over each part, displaced along its own direction; the means of what they find."""
+    with processes.by_itself(opt.model) if call.each else nullcontext():
+        start = _start_of_each(opt, call, around, parts, own_curvature)
+        pool, last = _pooled(opt, call, around, parts, start=start)
+    if call.each and processes.count(opt.model) > 1:
+        pool.join_processes(around.params, processes.group_of(opt.model))
+        processes.as_first(opt.model)
+    step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
+    step.rows = last.rows
+    return step
+
+
+def _pooled(
+    opt: TwoPassOptimizer,
+    call: Call,
+    around: Surroundings,
+    parts: Parts,
+    *,
+    start: dict[Tensor, Tensor] | None = None,
+    due: bool | None = None,
+) -> tuple[Pool, Step]:
+    pool, statistics, last = Pool(), PooledStatistics(opt.model), Step([])
+    for share, part in parts:
+        here = replace(around, random=RandomState(around.devices))
+        alone = replace(call, batch=part, parts=None)
+        with statistics.part(share):
+            last = opt._penalised(opt._evaluator(alone, here, due=due), alone, start=start)
+        pool.add(last, share)
+    statistics.conclude()
+    return pool, last
+
+
+def _start_of_each(
+    opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Parts, own_curvature: bool
+) -> dict[Tensor, Tensor] | None:
+    """F of the whole batch for f₀, where its parts would each be asked for their own: passes of the first step."""
+    joined = call.each and processes.count(opt.model) > 1
+    if not opt.rule.keeps_average or (len(parts) == 1 and not joined):
+        return None
+    fresh = [g for g in opt.param_groups if not all(map(opt.rule.is_trained, g["params"]))]
+    if not any(isinstance(opt.hyperparameters(group)["f0"], str) for group in fresh):
+        return None
+    begin = RandomState(around.devices)
+    with frozen_statistics(Buffers(opt.model)):
+        pool, _ = _pooled(opt, call, around, parts, due=False)
+    begin.restore()
+    if joined:
+        pool.join_processes(around.params, processes.group_of(opt.model))
+    step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
+    return {p: F for part in step.slices for p, F in zip(part.params, part.measured, strict=True)}
+
+
+# Two kernels.
+
+
+def fuse(opt: TwoPassOptimizer, step: Step) -> None:
+    """Let the two kernels make the rest of a step, if its tensors lie as they read them."""
+    assert isinstance(opt.method, TraceRatio)
+    step.kernels = TwoKernels.of(step, opt.method, opt.rule, opt.transforms)
+    if step.kernels is None:
+        opt._unfused = "a gradient or a state does not lie in memory as the kernels read it"
+
+
+def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
+    """What is not finite, in words, if that is known; on the device it is, and nobody waits but in the first step."""
+    reuse = opt.reuse if any(part.hyper["rho"] for part in step.slices) else None
+    kernels.take(*source_of(step, reuse, opt.base.state, opt.param_groups[0][COUNT] % opt.interval))
+    if opt.nonfinite == "ignore":
+        return ""
+    healthy = kernels.look(step.loss if loss else None)
+    if kernels.found_early(healthy) and not healthy:
+        kernels.abandon()
+        opt.stats = Stats.of_squares(step.loss, kernels.reached, None)
+        return opt.stats.nonfinite(loss=loss) or "the norm of the penalty's gradient is not finite"
+    if around.statistics is not None:
+        around.statistics.restore_unless(healthy)
+    return ""
+
+
+def finish(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels) -> None:
+    """Make the update, and write the state, last."""
+    opt.stats = Stats.of_squares(step.loss, kernels.reached, kernels.finish())
+    state = opt.base.state
+    for p, new in kernels.new_state():
+        state[p].update(new)
+    for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
+        state[p][LAST] = last
+    if kernels.healthy is not None and opt.nonfinite == "raise":
+        opt._verdict = Verdict(kernels.healthy)
 
 
 def why_not_fused(
@@ -96,11 +231,6 @@ def _is_one_factor(transform: Transform) -> bool:
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None
-
-
-def on_gpu(params: Tensors) -> bool:
-    """Whether there is anything for kernels to do."""
-    return any(p.is_cuda for p in params)
 
 
 def readable(*lists: Tensors) -> bool:

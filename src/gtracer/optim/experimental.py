@@ -57,7 +57,8 @@ class PartialBatch:
         closure, scaler = call.closure, call.scaler
         assert closure is not None
         if not due:
-            return Evaluator(around, partial(one_pass, call.loss_of_batch, around, scaler), due=False)
+            one = partial(one_pass, call.loss_of_batch, around, scaler)
+            return Evaluator(around, False, one, one)
         if call.parts is not None or call.each:
             raise RuntimeError(f"share = {self.share} with batches or penalty = 'each': hand over one whole batch")
         parts = cut(call.batch, self.share)
@@ -73,7 +74,7 @@ class PartialBatch:
             return First(told, compared=some)
 
         again = partial(one_pass, partial(closure, *parts[0][1]), around, scaler)
-        return Evaluator(around, again, first, due=True, keep=self.central)
+        return Evaluator(around, True, first, again, self.central)
 
 
 def cut(batch: tuple[Any, ...], share: float) -> Parts:
@@ -156,18 +157,17 @@ class VectorisedMicroBatch(MicroBatch):
         assert opt.model is not None
         assert call.closure is not None
         params = [p for p in around.params if p.requires_grad]
-        around.signals.open()
+        around.signals.is_open = True
         try:
             stack = Stack(opt.model, call.closure, params, call.batch, count)
             return self._stacked(opt, stack, params, around, own_curvature)
         finally:
-            around.signals.close()
+            around.signals.is_open = False
 
     def _stacked(
         self, opt: TwoPassOptimizer, stack: Stack, params: Tensors, around: Surroundings, own_curvature: bool
     ) -> Step:
         losses, slopes = stack.gradients()
-        opt._note_draws(around)
         squares = slopes.square().mean(0)
         pairs = zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True)
         at = dict(zip(params, pairs, strict=True))

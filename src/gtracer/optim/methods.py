@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gtracer import checks, tensors
+from gtracer import tensors
 from gtracer.curvature import Choice, MicroBatch, gradient_magnitude, inverse, per_example
 from gtracer.optim import directions
-from gtracer.optim.compiler import Runner, runner
+from gtracer.optim.compiler import runner
 from gtracer.optim.directions import TINY
 from gtracer.optim.engines import (
     Exact,
     FiniteDifference,
+    Runner,
     aimed,
     differentiated,
     exact,
@@ -23,7 +25,6 @@ from gtracer.optim.engines import (
     finite_difference,
 )
 from gtracer.optim.step import Passes, Slice, Step
-from gtracer.penalty import check_group
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -31,32 +32,26 @@ if TYPE_CHECKING:
 
 
 class Method(Protocol):
-    """What TRACER and SAM differ in."""
+    """What TRACER and SAM differ in.
+
+    Attributes:
+        central: Whether a due step makes two displaced passes, one to either side.
+        needs_graph: Whether more is wanted of the loss than its gradient.
+        needs_closure: Why the passes cannot be made by a loop of the caller's own, if they cannot.
+        parts: The size of the micro-batches that the batch is to be taken in, if in any.
+    """
 
     @property
-    def central(self) -> bool:
-        """Whether a due step makes two displaced passes, one to either side."""
-
+    def central(self) -> bool: ...
     @property
-    def needs_closure(self) -> str | None:
-        """Why the passes cannot be made by a loop of the caller's own, if they cannot."""
-
+    def needs_graph(self) -> bool: ...
     @property
-    def needs_graph(self) -> bool:
-        """Whether more is wanted of the loss than its gradient."""
-
+    def needs_closure(self) -> str | None: ...
     @property
-    def parts(self) -> int | None:
-        """The size of the micro-batches that the batch is to be taken in."""
-
-    def check_group(self, hyper: dict[str, Any]) -> None:
-        """Refuse a group with a value out of range."""
+    def parts(self) -> int | None: ...
 
     def passes(self, step: Step, rule: Rule, *, safely: bool) -> Passes | None:
         """The displaced passes of this step, and T; their result is what is added to the gradient."""
-
-    def finish(self, step: Step) -> None:
-        """Last touches to what the passes have found."""
 
 
 @dataclass(frozen=True)
@@ -77,61 +72,46 @@ class TraceRatio:
     lean: bool = False
     compile: bool = False
 
-    @property
+    # What follows from these, once for all steps.
+
+    @cached_property
     def run(self) -> Runner:
         """Runs a piece of arithmetic."""
         return runner(self.compile)
 
-    @property
+    @cached_property
     def central(self) -> bool:
         return self.engine.central
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether it is the paper's: the squared gradient of the batch, by first-order passes."""
         return self.curvature.is_default and not self.engine.is_exact
 
-    @property
+    @cached_property
     def needs_closure(self) -> str | None:
         if not self.is_plain:
             return f"{self.curvature} with engine={self.engine!r} makes its own passes"
         return getattr(self.engine, "needs_closure", None)
 
-    @property
+    @cached_property
     def needs_graph(self) -> bool:
         return self.engine.is_exact or not (_is_square(self.curvature.average) and _is_square(self.curvature.numerator))
 
-    @property
+    @cached_property
     def by_examples(self) -> bool:
         """Whether a displaced pass moves every example's weights by themselves."""
         return not self.engine.is_exact and self.curvature.numerator == per_example
 
-    @property
+    @cached_property
     def parts(self) -> int | None:
         return self.curvature.parts
 
-    def check_group(self, hyper: dict[str, Any]) -> None:
-        check_group(hyper)
-
     def passes(self, step: Step, rule: Rule, *, safely: bool) -> Passes | None:
         F = None if step.evaluation is None else self._measure(step)
-        if F is None:
-            return self._passes_of_squares(step, rule, safely)
-        return self._passes_of(F, step, rule)
-
-    def damped(self, step: Step, rule: Rule, part: Slice) -> tuple[Tensors, float]:
-        """f, and the δ that is still to be added to it."""
-        f, delta = rule.average(part), part.hyper["delta"]
-        if not self.scale_free:
-            return f, delta
-        return directions.damped(part, f, rule.base.state, step.rows), min(delta, TINY)
-
-    def finish(self, step: Step) -> None:
-        if self.scale_free:
-            directions.turn_penalty_(step)
-
-    def _passes_of_squares(self, step: Step, rule: Rule, safely: bool) -> Passes | None:
-        """2 H u, as for any square of a gradient."""
+        if F is not None:
+            return self._passes_of(F, step, rule)
+        # 2 H u, as for any square of a gradient.
         u, step.trace_ratio = self._aim(step, rule)
         if not step.due:
             return None
@@ -139,8 +119,17 @@ class TraceRatio:
         if isinstance(self.engine, Exact):
             return exact(params, compared, u)
         again = (lambda: self._aim(step, rule)[0]) if self.lean else None
-        own: dict[str, Any] = {"radius": self.engine.radius, "central": self.engine.central}
-        return finite_difference(params, compared, u, **own, run=self.run, again=again, safely=safely)
+        radius, central = self.engine.radius, self.engine.central
+        return finite_difference(
+            params, compared, u, radius=radius, central=central, run=self.run, again=again, safely=safely
+        )
+
+    def damped(self, step: Step, rule: Rule, part: Slice) -> tuple[Tensors, float]:
+        """f, and the δ that is still to be added to it."""
+        f, delta = rule.average(part), part.hyper["delta"]
+        if not self.scale_free:
+            return f, delta
+        return directions.damped(part, f, rule.base.state, step.rows), min(delta, TINY)
 
     def _aim(self, step: Step, rule: Rule) -> tuple[Tensors, Tensor | None]:
         """u of these gradients, and T."""
@@ -219,12 +208,9 @@ class Sharpness:
     eta: float = 0.01
 
     central = False
-    needs_closure: str | None = None
     needs_graph = False
+    needs_closure: str | None = None
     parts: int | None = None
-
-    def check_group(self, hyper: dict[str, Any]) -> None:
-        checks.number("rho", hyper["rho"], low=0)
 
     def passes(self, step: Step, rule: Rule, *, safely: bool) -> Passes | None:
         if not step.due:
@@ -239,9 +225,6 @@ class Sharpness:
         if safely:
             tensors.finite_(displacement)
         return sharpness_change(gradients, displacement)
-
-    def finish(self, step: Step) -> None:
-        pass
 
     def _stretched(self, params: Tensors, xs: Tensors) -> Tensors:
         """T x."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from gtracer.optim import processes
 from gtracer.optim.step import Slice, Step
@@ -60,18 +60,6 @@ def shared(batches: Sequence[Any]) -> Parts:
             raise ValueError(f"a batch's tensors must be as long as each other, got lengths {sorted(sizes)}")
         counts.append(sizes.pop() if sizes else 1)
     return [(count / sum(counts), batch) for count, batch in zip(counts, listed, strict=True)]
-
-
-def gradients_of(params: Tensors) -> Tensors:
-    """Theirs, which the next pass leaves alone."""
-    return kept([p.grad for p in params if p.grad is not None])
-
-
-def kept(gradients: Tensors) -> Tensors:
-    """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return gradients
-    return [g.clone() if g._base is not None and not g.requires_grad else g for g in gradients]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

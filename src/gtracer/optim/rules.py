@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gtracer import checks
 from gtracer.curvature import initial_average, squares, update_average_
-from gtracer.optim.compiler import runner
+from gtracer.optim.engines import Runner, as_it_is
 from gtracer.optim.step import Slice, Step
 from gtracer.tensors import Tensors
 
@@ -34,6 +34,9 @@ class Rule(Protocol):
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuse what the update cannot do."""
 
+    def check_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a state that it cannot go on from."""
+
     def is_trained(self, p: Tensor) -> bool:
         """Whether f of this parameter is in the state."""
 
@@ -47,10 +50,8 @@ class Rule(Protocol):
         """Move the weights, then let f follow."""
 
 
-def average_before(rule: Rule, part: Slice) -> Tensors:
-    """f before this step's update: from the state, or f₀."""
-    if all(map(rule.is_trained, part.params)):
-        return list(rule.average_of(part.group, part.hyper, part.params))
+def average_at_first(rule: Rule, part: Slice) -> Tensors:
+    """f where some of it is not in the state yet, and is f₀."""
     source = part.measured if part.start is None else part.start
     fresh = {p: F.detach() for p, F in zip(part.params, source, strict=True) if not rule.is_trained(p)}
     known = [p for p in part.params if p not in fresh]
@@ -66,16 +67,19 @@ class TorchRule:
     Attributes:
         base: The optimiser.
         keeps_average: Whether there is an f.
-        compile: Compile the arithmetic of f.
+        run: Runs the arithmetic of f.
     """
 
     base: torch.optim.Optimizer
     keeps_average: bool = True
-    compile: bool = False
+    run: Runner = as_it_is
 
     is_capturable = True
 
     def check_group(self, group: dict[str, Any]) -> None:
+        pass
+
+    def check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         pass
 
     def is_trained(self, p: Tensor) -> bool:
@@ -85,23 +89,22 @@ class TorchRule:
         return [self.base.state[p]["f"] for p in params]
 
     def average(self, part: Slice) -> Tensors:
-        return average_before(self, part)
+        state = self.base.state
+        if all("f" in state.get(p, {}) for p in part.params):
+            return [state[p]["f"] for p in part.params]
+        return average_at_first(self, part)
 
     def update(self, step: Step) -> None:
-        if self.keeps_average:
-            for part in step.slices:  # now: torch's may write into the gradient
-                part.curvature = part.measured
+        slices = step.slices if self.keeps_average else ()
+        for part in slices:  # now: torch's may write into the gradient
+            part.curvature = part.measured
         self.base.step()
-        if self.keeps_average:
-            for part in step.slices:
-                self._learn(part)
-
-    def _learn(self, part: Slice) -> None:
-        f = self.average(part)
-        runner(self.compile)(update_average_)(f, part.measured, part.hyper["beta"])
-        # Not before the base optimiser's first step: many initialise a state only while it is empty.
-        for p, average in zip(part.params, f, strict=True):
-            self.base.state[p]["f"] = average
+        for part in slices:
+            f = self.average(part)
+            self.run(update_average_)(f, part.measured, part.hyper["beta"])
+            # Not before the base optimiser's first step: many initialise a state only while it is empty.
+            for p, average in zip(part.params, f, strict=True):
+                self.base.state[p]["f"] = average
 
 
 def adam_update_(
@@ -149,6 +152,15 @@ def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
     return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
+def refuse_amsgrad(amsgrad: Any) -> None:
+    """Its running maximum would part the preconditioner from f."""
+    if amsgrad is not False:
+        raise ValueError(
+            f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
+            "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
+        )
+
+
 @dataclass(frozen=True)
 class AdamRule:
     """Adam's update with its second moment as f.
@@ -158,13 +170,13 @@ class AdamRule:
             arithmetic of the others is `adam_update_`.
         decoupled: Whether the weight decay is AdamW's.
         of_total: Whether the second moment is fed by ∇[L + ρT], where F is the squared gradient. Else by ∇L.
-        compile: Compile the arithmetic.
+        run: Runs the arithmetic.
     """
 
     base: torch.optim.Adam
     decoupled: bool = False
     of_total: bool = True
-    compile: bool = False
+    run: Runner = as_it_is
 
     keeps_average = True
 
@@ -177,12 +189,12 @@ class AdamRule:
             raise ValueError(
                 f"beta = {group['beta']!r} has no place here: f is Adam's second moment, set betas instead"
             )
-        if group["amsgrad"] is not False:
-            raise ValueError(
-                f"amsgrad must be False, got {group['amsgrad']!r}: f and the preconditioner are one buffer here. "
-                "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
-            )
+        refuse_amsgrad(group["amsgrad"])
         checks.betas(group["betas"])
+
+    def check_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            refuse_amsgrad(group.get("amsgrad", False))
 
     def is_trained(self, p: Tensor) -> bool:
         return "exp_avg_sq" in self.base.state.get(p, {})
@@ -192,7 +204,10 @@ class AdamRule:
         return adam_average(v, self._steps(group, params), group["betas"][1], hyper["f0"])
 
     def average(self, part: Slice) -> Tensors:
-        return average_before(self, part)
+        state = self.base.state
+        if all("exp_avg_sq" in state.get(p, {}) for p in part.params):
+            return self.average_of(part.group, part.hyper, part.params)
+        return average_at_first(self, part)
 
     def update(self, step: Step) -> None:
         if self._is_torchs(step):
@@ -203,7 +218,7 @@ class AdamRule:
 
     def _is_torchs(self, step: Step) -> bool:
         """Whether this step is that of torch's Adam, which then makes it itself."""
-        plain = self.of_total and not self.compile and all(part.curvature is None for part in step.slices)
+        plain = self.of_total and self.run is as_it_is and all(part.curvature is None for part in step.slices)
         groups = self.base.param_groups
         # torch counts on a CPU only as Python does.
         possible = not any(g["capturable"] and any(p.device.type == "cpu" for p in g["params"]) for g in groups)
@@ -234,7 +249,7 @@ class AdamRule:
         moments = [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
         beta1, beta2 = group["betas"]
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        runner(self.compile)(adam_update_)(params, total, F, *moments, self._steps(group, params), **numbers)
+        self.run(adam_update_)(params, total, F, *moments, self._steps(group, params), **numbers)
 
     def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
         """How many each has made: numbers, or tensors that a captured step goes on counting."""

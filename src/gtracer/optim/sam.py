@@ -8,7 +8,8 @@ from torch import nn
 from gtracer import checks
 from gtracer.optim.keywords import checked_keywords
 from gtracer.optim.methods import Sharpness
-from gtracer.optim.optimizer import TwoPassOptimizer, check_base
+from gtracer.optim.optimizer import TwoPassOptimizer
+from gtracer.optim.refusals import check_base
 from gtracer.optim.rules import TorchRule
 from gtracer.optim.transforms import Clip, transforms_of
 
@@ -45,7 +46,7 @@ class SAM(TwoPassOptimizer):
         nonfinite: str = "raise",
         clip: Clip | None = None,
     ) -> None:
-        check_base(base_optimizer)
+        check_base(base_optimizer, TwoPassOptimizer)
         checks.flag("adaptive", adaptive)
         checks.number("eta", eta, low=0)
         super().__init__(

@@ -33,7 +33,13 @@ class Stats:
         known = [math.nan if x is None else x.detach().reshape(()).to(size) for x in (loss, trace_ratio)]
         values = [*known, size, 0.0 if change is None else change, math.nan if total is None else total]
         missing = torch.zeros_like(size)
-        self._keep(torch.stack([x if isinstance(x, Tensor) else missing + x for x in values]), loss)
+        self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
+        self._loss_told = loss is not None
+
+    _squared = False  # whether norms are still to be taken the root of
+    _read: list[float] | None = None
+    _damped_share: float | None = None
+    count_damped: Callable[[], Tensor] | None = None
 
     @classmethod
     def of_squares(cls, loss: Tensor | None, reached: Tensor, sums: Tensor | None) -> Stats:
@@ -42,15 +48,9 @@ class Stats:
             norms = [None, None] if sums is None else list(sums.sqrt())
             return cls(loss, reached[1], reached[2].sqrt(), *norms)
         made = cls.__new__(cls)
-        made._keep(torch.cat([loss.detach().reshape(1).to(reached), reached[1:], sums]), loss, squared=True)
+        made._values = torch.cat([loss.detach().reshape(1).to(reached), reached[1:], sums])
+        made._squared = made._loss_told = True
         return made
-
-    def _keep(self, values: Tensor, loss: Tensor | None, *, squared: bool = False) -> None:
-        self._values, self._squared = values, squared
-        self._loss_told = loss is not None
-        self._read: list[float] | None = None
-        self._damped_share: float | None = None
-        self.count_damped: Callable[[], Tensor] | None = None
 
     def on_device(self) -> Tensor:
         """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor: nothing is waited for."""
@@ -58,28 +58,29 @@ class Stats:
         ratio = change / size
         return torch.stack([loss, trace_ratio, ratio.sqrt() if self._squared else ratio])
 
-    def _value(self, index: int) -> float:
+    def read(self) -> list[float]:
+        """Loss, T, ‖∇L‖, ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""
         if self._read is None:
             self._read = self._values.tolist()
             if self._squared:
                 self._read[2:] = map(math.sqrt, self._read[2:])
-        return self._read[index]
+        return self._read
 
     @property
     def loss(self) -> float:
-        return self._value(0)
+        return self.read()[0]
 
     @property
     def trace_ratio(self) -> float:
-        return self._value(1)
+        return self.read()[1]
 
     @property
     def gradient_norm(self) -> float:
-        return self._value(2)
+        return self.read()[2]
 
     @property
     def penalty_norm(self) -> float:
-        return self._value(3)
+        return self.read()[3]
 
     @property
     def penalty_ratio(self) -> float:
@@ -87,7 +88,7 @@ class Stats:
 
     @property
     def cosine(self) -> float:
-        g, h, total = self.gradient_norm, self.penalty_norm, self._value(4)
+        _, _, g, h, total = self.read()
         # ‖g + h‖² = ‖g‖² + ‖h‖² + 2 ⟨g, h⟩, and the norm of the sum is one kernel, not one for every tensor.
         cosine = _ratio(total**2 - g**2 - h**2, 2 * g * h)
         return cosine if math.isnan(cosine) else max(-1.0, min(1.0, cosine))
@@ -100,10 +101,11 @@ class Stats:
 
     def nonfinite(self, *, loss: bool = True) -> str:
         """What is NaN or infinite, in words; empty where all is well. A loss that nobody told is not checked."""
+        told, _, size, change, _ = self.read()
         values = {
-            "the loss": self.loss if loss and self._loss_told else 0.0,
-            "the norm of the gradient": self.gradient_norm,
-            "the norm of the penalty's gradient": self.penalty_norm,
+            "the loss": told if loss and self._loss_told else 0.0,
+            "the norm of the gradient": size,
+            "the norm of the penalty's gradient": change,
         }
         return ", ".join(f"{name} is {value:g}" for name, value in values.items() if not math.isfinite(value))
 

@@ -75,15 +75,7 @@ class Step:
     rows: dict[Tensor, Rows] = field(default_factory=dict)  # of weights of which only the direction counts
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
     stats: Stats | None = None
-    after: list[Callable[[], None]] = field(default_factory=list)  # what is written into the state behind the update
-
-    def __post_init__(self) -> None:
-        self.told = self.told.detach() if isinstance(self.told, Tensor) else self.told
-
-    @property
-    def loss(self) -> Tensor | None:
-        """A closure that calls backward() itself may return what it likes."""
-        return torch.as_tensor(self.told) if isinstance(self.told, Tensor | float) else None
+    after: list[Callable[[], None]] = field(default_factory=list)  # what is written into the state after the update
 
     @property
     def params(self) -> Tensors:
@@ -92,6 +84,11 @@ class Step:
     @property
     def gradients(self) -> Tensors:
         return [g for part in self.slices for g in part.gradients]
+
+    @property
+    def loss(self) -> Tensor | None:
+        """As a tensor; a closure that calls backward() itself may return what it likes."""
+        return torch.as_tensor(self.told).detach() if isinstance(self.told, Tensor | float) else None
 
     @property
     def total(self) -> Tensors:
@@ -107,7 +104,7 @@ class Step:
         """The engine may need the gradients' graph, nobody after it does."""
         self.evaluation = None
         for part in self.slices:
-            part.gradients = [g.detach() if g.requires_grad else g for g in part.gradients]
+            part.gradients = [g.detach() for g in part.gradients]
 
     def drop_parameters_without_gradient(self) -> None:
         """Leave out what the caller has taken the gradient of since, as torch's optimisers do."""
@@ -115,21 +112,20 @@ class Step:
             self.slices = [part for part in (part.without(dropped) for part in self.slices) if part.params]
 
 
+@dataclass
 class Course:
     """The displaced passes of a step: where the next one is wanted, and at the end what they have found."""
 
-    def __init__(self, passes: Passes | None) -> None:
-        self.place: Place | None = None
-        self.found: Tensors | None = None
-        self._passes = passes
-        if passes is not None:
-            self.proceed(None)
+    passes: Passes | None
+    place: Place | None = None
+    found: Tensors | None = None
 
-    def proceed(self, gradients: Tensors | None) -> None:
+    def proceed(self, gradients: Tensors | None = None) -> None:
         """Hand over the gradients of the pass that was wanted (at first none was)."""
-        assert self._passes is not None
+        if self.passes is None:
+            return
         try:
-            self.place = self._passes.send(gradients)  # type: ignore[arg-type]
+            self.place = self.passes.send(gradients)  # type: ignore[arg-type]
         except StopIteration as finished:
             self.place, self.found = None, finished.value
 
@@ -137,6 +133,7 @@ class Course:
 def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Tensors | None:
     """Make all displaced passes; gives what they have found."""
     course = Course(passes)
+    course.proceed()
     while course.place is not None:
         course.proceed(gradients_at(course.place))
     return course.found
@@ -144,12 +141,13 @@ def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Te
 
 def combine(step: Step) -> None:
     """Add the penalty to the gradient, put the sum where the base optimiser looks for it, and note their lengths."""
-    total = gradients = step.gradients
-    norms = [tensors.norm(gradients)]
+    params, gradients = step.params, step.gradients
+    total, norms = gradients, [tensors.norm(gradients)]
     if step.penalty is not None:
         total, step.penalty = step.penalty, None
         norms.append(tensors.norm(total))
         torch._foreach_add_(total, gradients)
         norms.append(tensors.norm(total))
+    for p, gradient in zip(params, total, strict=True):
+        p.grad = gradient
     step.stats = Stats(step.loss, step.trace_ratio, *norms)
-    step.total = total

@@ -14,7 +14,8 @@ from gtracer.optim.documentation import documented
 from gtracer.optim.engines import Exact, FiniteDifference
 from gtracer.optim.keywords import checked_keywords
 from gtracer.optim.methods import TraceRatio
-from gtracer.optim.optimizer import TwoPassOptimizer, check_base
+from gtracer.optim.optimizer import TwoPassOptimizer
+from gtracer.optim.refusals import check_base
 from gtracer.optim.reuse import Decayed, Reuse, reuse_of
 from gtracer.optim.rules import TorchRule
 from gtracer.optim.transforms import Clip, Transform, transforms_of
@@ -61,14 +62,14 @@ class Tracer(TwoPassOptimizer):
         nonfinite: str = "raise",
         implementation: str = "auto",
     ) -> None:
-        check_base(base_optimizer)
+        check_base(base_optimizer, TwoPassOptimizer)
         checks.kind("model", model, (nn.Module, type(None)))
         checks.count("interval", interval)
         method = trace_ratio_of(curvature, average, engine, scale_free, model, implementation, reuse)
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base_optimizer, compile=method.compile),
+            rule=TorchRule(base_optimizer, run=method.run),
             transforms=transforms_of(clip, transforms),
             interval=interval,
             reuse=reuse_of(reuse, interval),
@@ -145,7 +146,7 @@ class SGDTracer(TwoPassOptimizer):
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base, compile=method.compile),
+            rule=TorchRule(base, run=method.run),
             transforms=transforms_of(clip, transforms),
             interval=interval,
             reuse=reuse_of(reuse, interval),

@@ -1,0 +1,111 @@
+"""Loops of the caller's own, which make the passes themselves: `perturbed()`, then `step()` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gtracer import tensors
+from gtracer.optim import refusals
+from gtracer.optim.evaluate import First, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.step import Course, Step, drive
+from gtracer.scopes import RandomState, uninterrupted
+from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.optimizer import TwoPassOptimizer
+
+
+class Pending:
+    """A step between its first pass and `step()`."""
+
+    def __init__(self, step: Step, course: Course) -> None:
+        self.step, self.course = step, course
+        self.leave()
+
+    def leave(self) -> None:
+        """Let others see the gradients that there are now."""
+        self._left = [p.grad for p in self.step.params]
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its displaced passes are made, of which there were some."""
+        return self.step.due and self.course.place is None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether other gradients are in the place of those that it left: a scaler has skipped it."""
+        pairs = zip(self.step.params, self._left, strict=True)
+        return any(p.grad is not None and p.grad is not left for p, left in pairs)
+
+
+@contextmanager
+def second_pass(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+    """Weights displaced for the caller's second pass; after the last one the total is left in `.grad`."""
+    refusals.check_scope(opt, scaler)
+    with uninterrupted() as signals, torch.no_grad():
+        around = opt._surroundings(signals)
+        entered = RandomState(around.devices)
+        with opt._passes(around):
+            pending = opt._pending or _begun(opt, scaler)
+            step, course = pending.step, pending.course
+            with displaced_pass(step.params, course.place, around):
+                signals.is_open = True
+                try:
+                    with torch.enable_grad():
+                        yield
+                finally:
+                    signals.is_open = False
+                refusals.check_pass_in_scope(around, entered)
+                if scaler is not None:
+                    unscale(around.params, scaler)
+            if course.place is not None:
+                course.proceed(gradients_ahead(step.params, keep=opt.is_central))
+            around.clear()
+            if course.place is None:
+                step.penalty, step.renewed = course.found, course.found is not None
+                opt._conclude(step)
+                _hand_over(step, scaler)
+        pending.leave()
+        opt._pending = pending
+
+
+def _begun(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> Pending:
+    """A step from the gradients that the caller's own first pass has left."""
+    if scaler is not None:
+        unscale([p for group in opt.param_groups for p in group["params"]], scaler)
+    step = opt._begin(First(None), due=opt.second_pass_due)
+    if not step.slices:
+        raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
+    course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
+    course.proceed()
+    return Pending(step, course)
+
+
+def _hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
+    """Leave the total where the caller's loop may clip it; what f is to learn from stays as it is."""
+    if scaler is not None:
+        scale(step.params, scaler)
+    elif any(total is g for total, g in zip(step.total, step.gradients, strict=True)):
+        step.total = tensors.clone(step.total)
+
+
+def passes_made(opt: TwoPassOptimizer) -> Step:
+    """The passes that the caller has made before `step()`."""
+    pending, opt._pending = opt._pending, None
+    if pending is None:
+        refusals.check_step_alone(opt)
+        step = opt._begin(First(None), due=False)
+        drive(opt.method.passes(step, opt.rule, safely=False), _no_pass)
+        return step
+    if pending.course.place is not None:
+        raise RuntimeError("step() after one of two passes: a central difference needs a second perturbed() scope")
+    pending.step.drop_parameters_without_gradient()
+    return pending.step
+
+
+def _no_pass(place: Any) -> Tensors:
+    raise AssertionError("no displaced pass was due")
