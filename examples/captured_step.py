@@ -40,7 +40,7 @@ def train(device: str, count: int = 30, *, captured: bool = True) -> list[float]
         momentum=0.9,
         rho=1e-3,
         model=model,
-        fused=True,  # torch's other updates read the learning rate back
+        fused=True,  # where torch makes the update: its others read the learning rate back
         nonfinite="ignore",  # or the losses would be
     )
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, count)  # fills the tensor

@@ -1,6 +1,7 @@
 """The rooms of docs/architecture.md: imports point downwards only, and `import gtracer` needs torch alone."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,67 @@ def test_import_needs_torch_alone():
     code += " or m.startswith('gtracer.lab')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+PLAIN_STEP = """
+import sys, torch
+from torch import nn
+from gtracer import *
+
+made = sys.argv[1]
+model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+x, y, seen = torch.randn(8, 5), torch.randint(3, (8,)), set()
+opt = eval(made)(model)
+closure = lambda: nn.functional.cross_entropy(model(x), y)
+opt.step(closure)
+
+
+def note(frame, event, arg):
+    path = frame.f_code.co_filename.split("/gtracer/")
+    if event == "call" and len(path) > 1 and not frame.f_code.co_name.startswith("<"):  # comprehensions
+        seen.add((path[1], frame.f_code.co_name))
+
+
+sys.setprofile(note)
+opt.step(closure)
+sys.setprofile(None)
+for file, name in sorted(seen):
+    print(file, name)
+"""
+
+
+def functions_of_a_step(made):
+    done = subprocess.run([sys.executable, "-c", PLAIN_STEP, made], capture_output=True, text=True, check=True)
+    found = {tuple(line.split()) for line in done.stdout.splitlines()}
+    return {(file, name) for file, name in found if file not in ("tensors.py", "checks.py")}
+
+
+@pytest.mark.parametrize(
+    ("made", "most"),
+    [
+        ("lambda m: SGDTracer(m.parameters(), lr=0.1, momentum=0.9, model=m)", 60),
+        ("lambda m: Tracer(torch.optim.RMSprop(m.parameters()), model=m)", 60),
+        ("lambda m: AdamWTracer(m.parameters(), model=m)", 66),
+        ("lambda m: SAM(torch.optim.SGD(m.parameters(), lr=0.1), model=m)", 50),
+    ],
+    ids=["SGDTracer", "Tracer", "AdamWTracer", "SAM"],
+)
+def test_a_plain_step_is_short(made, most):
+    """What a reader has to follow, above the algebra of tensors and the checks of arguments."""
+    found = functions_of_a_step(made)
+    assert len(found) <= most
+    assert len({file for file, _ in found}) <= 9
+
+
+def test_the_path_of_a_step_in_the_docs_is_the_codes():
+    """Every function that docs/architecture.md names in it is run, by a plain step of SGDTracer."""
+    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    path = text.split("## One step", 1)[1].split("```")[1]
+    named = set(re.findall(r"\b(?:\w+\.)?(\w+)\(", path))
+    ran = {name for _, name in functions_of_a_step("lambda m: SGDTracer(m.parameters(), lr=0.1, model=m)")}
+    assert len(named) > 10
+    assert named <= ran | {
+        "first",
+        "transform",
+        "note",
+    }  # an attribute of the evaluator, and what a plain step has none of

@@ -56,17 +56,19 @@ def test_other_ways_are_the_same_as_on_the_cpu(name):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("nonfinite", ["ignore", "skip"])
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
-def test_a_fused_step_is_that_of_many_kernels_and_never_waits(cls, monkeypatch):
-    """From the first step on, with nothing compiled. More cases: test_fused_step.py."""
+def test_a_fused_step_is_that_of_many_kernels_and_never_waits(cls, nonfinite, monkeypatch):
+    """By itself, from the first step on, with nothing compiled. More cases: test_fused_step.py."""
     monkeypatch.setattr(torch, "compile", None)
 
     def maker(**own):
         return lambda params, **words: cls(params, lr=0.01, rho=0.01, **(words | own))
 
-    fused = maker(compiled=True, lean=True, nonfinite="ignore")
+    fused = maker(nonfinite=nonfinite)
     found, opt = train(fused, "cuda", dtype=torch.float32)
-    expected, reference = train(maker(), "cuda", dtype=torch.float32)
+    assert opt.implementation_used == "fused"
+    expected, reference = train(maker(implementation="foreach"), "cuda", dtype=torch.float32)
     assert all(p.grad is None for p in opt.param_groups[0]["params"])  # so it was that step
     assert relative_error(found, expected) < 1e-3  # TF32 twice
     assert opt.stats.penalty_ratio == pytest.approx(reference.stats.penalty_ratio, rel=0.05)

@@ -90,7 +90,7 @@ def test_one_process_with_nccl(tmp_path, penalty):
     agree([found], alone("SGDTracer"), tolerance=1e-7)
 
 
-FUSED = {"compiled": True, "lean": True}
+FUSED = {"implementation": "fused"}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else two runs differ, captured or not
     x = torch.randn(8, 32, 3, 16, 16, device="cuda", dtype=dtype)
     y = torch.randint(10, (8, 32), device="cuda")
-    tables, launches = [], pytest.importorskip("gtracer.optim.launches")
+    tables, launches = [], pytest.importorskip("gtracer.optim.triton_kernels")
     monkeypatch.setattr(launches, "as_arguments", lambda *a, made=launches.as_arguments: tables.append(a) or made(*a))
     found = []
     for captured in (False, True):
@@ -136,7 +136,7 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
             graph.replay() if captured else step()
         found.append(flat(model.state_dict().values()))  # statistics too, which a capture saves nowhere
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
-    assert len(tables) == (2 if "compiled" in own else 0)  # the fused step is what was captured
+    assert len(tables) == (2 if "implementation" in own else 0)  # the fused step is what was captured
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
@@ -145,10 +145,17 @@ def test_a_compiled_update_of_an_encoder(cls, own):
     """Tensors of many shapes, on which torch 2.11's compiler fails if it may turn loops around."""
     x, y = torch.randint(1000, (4, 8, 32), device="cuda"), torch.randint(100, (4, 8), device="cuda")
     found = []
-    for compiled in (False, True):
+    for name in ("foreach", "compiled"):
         torch.manual_seed(0)
         model = Transformer(layers=12).cuda()
-        opt = cls(model.parameters(), lr=1e-3, rho=0.003, delta=0.01, compiled=compiled, **own)
+        opt = cls(
+            model.parameters(),
+            lr=1e-3,
+            rho=0.003,
+            delta=0.01,
+            implementation=name,
+            **own,
+        )
         for words, labels in zip(x, y, strict=True):
             opt.step(lambda model=model, words=words, labels=labels: cross_entropy(model(words), labels))
         found.append(nn.utils.parameters_to_vector(model.parameters()).detach())

@@ -240,7 +240,7 @@ def test_a_copy_goes_on_alike_and_apart(maker, duplicate):
 
 
 def test_a_plain_checkpoint_can_be_taken_up():
-    """Train with torch's SGD, load its state into SGDTracer: momentum is kept, TRACER's hyper-parameters are the new ones, and f starts anew."""
+    """Train with torch's SGD, load its state into SGDTracer: momentum is kept, ρ is the new one, f starts anew."""
     made = make(tanh_mlp)
     plain = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
     made.loss_of(0).backward()

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 from torch.nn.utils import parameters_to_vector  # noqa: E402
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
 
-from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, TracerPenalty
+from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, TracerPenalty  # noqa: E402
 from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

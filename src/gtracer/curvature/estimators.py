@@ -6,6 +6,7 @@ differentiated (`Evaluation.differentiable`), it must carry its graph.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,17 @@ class MicroBatch:
         return total
 
 
-def micro_batch(m: int) -> MicroBatch:
+@dataclass(frozen=True)
+class VectorisedMicroBatch(MicroBatch):
+    """The same with all micro-batches in one pass: see `gtracer.experimental`."""
+
+    def check(self, average: Estimator, model: nn.Module | None) -> None:
+        """Refuse what cannot be taken so."""
+        if model is None or average not in (self, gradient_magnitude):
+            raise ValueError(f"curvature = {self!r} needs model= and goes with average=gradient_magnitude or none")
+
+
+def micro_batch(m: int, *, vectorised: bool | None = None) -> MicroBatch:
     """The mean of squared gradients over micro-batches of `m` examples.
 
     An optimiser with it is given the batch, `opt.step(closure, x, y)`, and calls `closure` on parts of it. The
@@ -65,9 +76,15 @@ def micro_batch(m: int) -> MicroBatch:
 
     Args:
         m: Examples of a micro-batch.
+        vectorised: Moved to `gtracer.experimental.vectorised_micro_batch`; will go in the next version.
     """
     checks.count("m", m)
-    return MicroBatch(m)
+    if vectorised is not None:
+        checks.flag("vectorised", vectorised)
+        new = "gtracer.experimental.vectorised_micro_batch(m)" if vectorised else "micro_batch(m)"
+        old = f"micro_batch(m, vectorised={vectorised})"
+        warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=2)
+    return VectorisedMicroBatch(m) if vectorised else MicroBatch(m)
 
 
 @dataclass(frozen=True)
@@ -278,6 +295,6 @@ def chosen(curvature: Any, average: Any, model: Any) -> Choice:
         if model is None:
             raise ValueError(f"curvature = {curvature!r}, average = {average!r}: to look into the layers, pass model=")
         Recording(model).check()
-    if check := getattr(curvature, "check", None):
-        check(choice.average, model)
+    if isinstance(curvature, VectorisedMicroBatch):
+        curvature.check(choice.average, model)
     return choice

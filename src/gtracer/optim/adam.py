@@ -12,11 +12,12 @@ from gtracer import checks
 from gtracer.curvature import FIRST_GRADIENT, Estimator, gradient_magnitude, loss_gradient
 from gtracer.optim.compiler import runner
 from gtracer.optim.documentation import documented
+from gtracer.optim.engines import Engine
 from gtracer.optim.keywords import checked_keywords
 from gtracer.optim.optimizer import TwoPassOptimizer
 from gtracer.optim.reuse import Reuse, reuse_of
 from gtracer.optim.rules import AdamRule, refuse_amsgrad
-from gtracer.optim.tracer import Engine, Params, trace_ratio_of
+from gtracer.optim.tracer import Params, trace_ratio_of
 from gtracer.optim.transforms import Clip, Transform, transforms_of
 from gtracer.penalty import DELTA, RHO
 
@@ -162,7 +163,8 @@ def adam_rule(
     checks.number("weight_decay", adam["weight_decay"], low=0)
     checks.flag("maximize", adam["maximize"])
     checks.kind("foreach", adam["foreach"], (bool, type(None)))
-    refuse_amsgrad(adam["amsgrad"])
+    if adam["amsgrad"] is not False:
+        refuse_amsgrad(adam["amsgrad"])
     if any(getattr(transform, "preconditions", False) for transform in transforms):
         raise ValueError(f"transforms = {list(transforms)!r}: Adam divides by √f already, leave Precondition() out")
     compile = implementation == "compiled"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+class Engine(Protocol):
+    """How T is differentiated.
+
+    Attributes:
+        is_exact: By differentiating the gradient again.
+        central: By two displaced passes, one to either side.
+    """
+
+    @property
+    def is_exact(self) -> bool: ...
+    @property
+    def central(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class FiniteDifference:
     """∇(ρT) from gradients at displaced weights: first-order passes only, so any layer and any compiled model will do.
@@ -51,15 +65,15 @@ class FiniteDifference:
         checks.number("radius", self.radius, low=0, open_low=True)
         checks.flag("central", self.central)
 
-    is_exact = False
+    is_exact: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class Exact:
     """∇(ρT) by differentiating the gradient again, for models that can be differentiated twice (double backward)."""
 
-    is_exact = True
-    central = False
+    is_exact: ClassVar[bool] = True
+    central: ClassVar[bool] = False
 
 
 def direction(g: Tensors, f: Tensors, delta: float) -> Tensors:

@@ -139,15 +139,15 @@ def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
 def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
     around.clear()
-    around.signals.is_open = True
-    try:
-        with torch.enable_grad():
+    with torch.enable_grad():
+        around.signals.is_open = True
+        try:
             loss = loss_of()
             if all(p.grad is None for p in around.params):
                 checks.loss(loss, "step(closure)")
                 (loss if scaler is None else scaler.scale(loss)).backward()
-    finally:
-        around.signals.is_open = False
+        finally:
+            around.signals.is_open = False
     if all(p.grad is None for p in around.params):
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     if scaler is not None:
@@ -191,22 +191,22 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
     around.clear()
     model = around.model
     recording = Recording(model) if model is not None and method.curvature.needs_layers else None
-    around.signals.is_open = True
-    try:
-        with torch.enable_grad():
-            with recording or nullcontext(), SecondDerivatives(method.run):
+    with torch.enable_grad():
+        with recording or nullcontext(), SecondDerivatives(method.run):
+            around.signals.is_open = True
+            try:
                 loss = loss_of()
-            if any(p.grad is not None for p in around.params):
-                raise RuntimeError(
-                    f"engine={method.engine!r} with curvature={method.curvature.numerator!r} differentiates the loss "
-                    "itself: let the closure return the loss without calling backward()"
-                )
-            checks.loss(loss, "step(closure)")
-            wanted = [p for p in around.params if p.requires_grad]
-            twice, examples = due and method.engine.is_exact, due and method.by_examples
-            at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
-    finally:
-        around.signals.is_open = False
+            finally:
+                around.signals.is_open = False
+        if any(p.grad is not None for p in around.params):
+            raise RuntimeError(
+                f"engine={method.engine!r} with curvature={method.curvature.numerator!r} differentiates the loss "
+                "itself: let the closure return the loss without calling backward()"
+            )
+        checks.loss(loss, "step(closure)")
+        wanted = [p for p in around.params if p.requires_grad]
+        twice, examples = due and method.engine.is_exact, due and method.by_examples
+        at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
     if not at.params:
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     for p, g in zip(at.params, at.gradients, strict=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gtracer.curvature import gradient_magnitude
+from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
 from gtracer.optim import processes
 from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
@@ -67,10 +67,11 @@ def _of_micro_batches(opt: TwoPassOptimizer, call: Call, around: Surroundings, s
         again = partial(pass_in_parts, call.closure, parts, around, call.scaler)
         return opt._penalised(Evaluator(around, opt.second_pass_due, first, again, opt.is_central), call)
     own = average is not gradient_magnitude
-    stacked = getattr(numerator, "step", None)
-    if stacked is not None and not opt.method.engine.is_exact and parts[-1][0] == parts[0][0]:
-        made: Step = stacked(opt, call, around, len(parts), own)
-        return made
+    stacked = isinstance(numerator, VectorisedMicroBatch) and not opt.method.engine.is_exact
+    if stacked and parts[-1][0] == parts[0][0]:
+        from gtracer.optim.experimental import stacked_step  # rarely wanted, and torch.func takes a while to import
+
+        return stacked_step(opt, call, around, len(parts), own)
     return _of_each(opt, call, around, parts, own_curvature=own)
 
 
@@ -162,8 +163,8 @@ def finish(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels) -> None:
         state[p].update(new)
     for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
         state[p][LAST] = last
-    if kernels.healthy is not None and opt.nonfinite == "raise":
-        opt._verdict = Verdict(kernels.healthy)
+    if kernels.healthy is not None:
+        opt._verdicts.append(Verdict(kernels.healthy))
 
 
 def why_not_fused(
@@ -307,8 +308,7 @@ class TwoKernels:
         if not found or len(found) < len(parts):
             return None
         norms = [getattr(transform, "norm", None) for transform in transforms]
-        radius: float = getattr(method.engine, "radius")  # noqa: B009
-        return cls(found, radius, next(iter(norms), None))
+        return cls(found, method.radius, next(iter(norms), None))
 
     def passes(self) -> Passes:
         """The one further pass, after which the weights stay displaced."""

@@ -9,10 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gtracer import checks, tensors
-from gtracer.curvature import Estimator, MicroBatch, gradient_magnitude, inverse, loss_gradient
+from gtracer.curvature import VectorisedMicroBatch, inverse, loss_gradient
 from gtracer.optim.engines import RADIUS, direction
 from gtracer.optim.evaluate import Call, Evaluator, First, Surroundings, one_pass, pass_in_parts
 from gtracer.optim.parts import Parts, examples_of, rows_of
@@ -143,50 +143,37 @@ class Precondition:
         step.total = torch._foreach_mul(step.total, weights)
 
 
-@dataclass(frozen=True)
-class VectorisedMicroBatch(MicroBatch):
-    """`micro_batch`, all of them in one pass."""
-
-    def check(self, average: Estimator, model: nn.Module | None) -> None:
-        """Refuse what cannot be taken so."""
-        if model is None or average not in (self, gradient_magnitude):
-            raise ValueError(f"curvature = {self!r} needs model= and goes with average=gradient_magnitude or none")
-
-    def step(self, opt: TwoPassOptimizer, call: Call, around: Surroundings, count: int, own_curvature: bool) -> Step:
-        """The passes of all micro-batches at once."""
-        assert opt.model is not None
-        assert call.closure is not None
-        params = [p for p in around.params if p.requires_grad]
-        around.signals.is_open = True
-        try:
-            stack = Stack(opt.model, call.closure, params, call.batch, count)
-            return self._stacked(opt, stack, params, around, own_curvature)
-        finally:
-            around.signals.is_open = False
-
-    def _stacked(
-        self, opt: TwoPassOptimizer, stack: Stack, params: Tensors, around: Surroundings, own_curvature: bool
-    ) -> Step:
+def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count: int, own_curvature: bool) -> Step:
+    """The passes of all micro-batches at once, of a `vectorised_micro_batch`."""
+    assert opt.model is not None
+    assert call.closure is not None
+    params = [p for p in around.params if p.requires_grad]
+    stack = Stack(opt.model, call.closure, params, call.batch, count)
+    around.signals.is_open = True
+    try:
         losses, slopes = stack.gradients()
-        squares = slopes.square().mean(0)
-        pairs = zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True)
-        at = dict(zip(params, pairs, strict=True))
-        slices = []
-        for group in opt.param_groups:
-            used = [p for p in group["params"] if p in at]
-            F = [at[p][1] for p in used] if own_curvature else None
-            if used:
-                slices.append(Slice(group, opt.hyperparameters(group), used, [at[p][0] for p in used], F))
-        step = Step(slices, losses.mean(), due=opt.second_pass_due)
-        inverses = [inverse(*opt._damped(step, part)) for part in slices]
-        step.trace_ratio = squares @ flat([x for part in inverses for x in part])
-        if step.due:
-            engine: Any = opt.method.engine  # type: ignore[attr-defined]
-            rhos = [torch._foreach_mul(x, part.signed_rho) for x, part in zip(inverses, slices, strict=True)]
-            weights = flat([x for part in rhos for x in part])
-            with frozen_statistics(Buffers(opt.model)), replayed_random(around.random, around.devices):
-                step.penalty = stack.pieces(mean_product(stack, slopes, weights, engine.radius, engine.central))
-        return step
+    finally:
+        around.signals.is_open = False
+    squares = slopes.square().mean(0)
+    pairs = zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True)
+    at = dict(zip(params, pairs, strict=True))
+    slices = []
+    for group in opt.param_groups:
+        used = [p for p in group["params"] if p in at]
+        F = [at[p][1] for p in used] if own_curvature else None
+        if used:
+            slices.append(Slice(group, opt.hyperparameters(group), used, [at[p][0] for p in used], F))
+    step = Step(slices, losses.mean().detach(), due=opt.second_pass_due)
+    inverses = [inverse(*opt._damped(step, part)) for part in slices]
+    step.trace_ratio = squares @ flat([x for part in inverses for x in part])
+    if step.due:
+        engine: Any = opt.method.engine  # type: ignore[attr-defined]
+        rhos = [torch._foreach_mul(x, part.signed_rho) for x, part in zip(inverses, slices, strict=True)]
+        weights = flat([x for part in rhos for x in part])
+        with frozen_statistics(Buffers(opt.model)), replayed_random(around.random, around.devices):
+            step.penalty = stack.pieces(mean_product(stack, slopes, weights, engine.radius, engine.central))
+            step.renewed = True
+    return step
 
 
 def vectorised_micro_batch(m: int) -> VectorisedMicroBatch:

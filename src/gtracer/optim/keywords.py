@@ -24,15 +24,15 @@ def checked_keywords(init: Callable[P, R]) -> Callable[P, R]:
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         given: Given = dict(kwargs)
-        for name in [name for name in given if name not in known]:
-            if name in RENAMED and name in given:
-                RENAMED[name](given, known)
+        for name, (needed, rename) in RENAMED.items():
+            if name in given and name not in known and needed in known:
+                rename(given, known)
         for name in given:
             if name not in known:
                 raise TypeError(f"{type(args[0]).__name__} has no argument {name!r}{_meant(name, list(known)[1:])}")
-        for name, rename in VALUES.items():
+        for name, replace in VALUES.items():
             if name in given and name in known:
-                rename(given)
+                replace(given)
         return init(*args, **given)
 
     return checked
@@ -44,7 +44,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=5)
+    warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=4)
 
 
 def _implementation(given: Given, known: Any) -> None:
@@ -135,14 +135,15 @@ def _reuse(given: Given) -> None:
 
 
 # Of the version before. Each takes its old keyword out of what was given, and puts the new one in.
-RENAMED: dict[str, Callable[[Given, Any], None]] = {
-    "compiled": _implementation,
-    "lean": _implementation,
-    "radius": _engine,
-    "difference": _engine,
-    "preconditioned": _transform("preconditioned", "Precondition"),
-    "eta": _transform("eta", "Ridge"),
-    "share": _share,
-    "second_moment": _second_moment,
+# Each for those that have the argument named beside it.
+RENAMED: dict[str, tuple[str, Callable[[Given, Any], None]]] = {
+    "compiled": ("implementation", _implementation),
+    "lean": ("implementation", _implementation),
+    "radius": ("engine", _engine),
+    "difference": ("engine", _engine),
+    "preconditioned": ("transforms", _transform("preconditioned", "Precondition")),
+    "eta": ("transforms", _transform("eta", "Ridge")),
+    "share": ("engine", _share),
+    "second_moment": ("betas", _second_moment),
 }
 VALUES: dict[str, Callable[[Given], None]] = {"reuse": _reuse}

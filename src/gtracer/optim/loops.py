@@ -53,12 +53,12 @@ def second_pass(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> I
             pending = opt._pending or _begun(opt, scaler)
             step, course = pending.step, pending.course
             with displaced_pass(step.params, course.place, around):
-                signals.is_open = True
-                try:
-                    with torch.enable_grad():
+                with torch.enable_grad():
+                    signals.is_open = True
+                    try:
                         yield
-                finally:
-                    signals.is_open = False
+                    finally:
+                        signals.is_open = False
                 refusals.check_pass_in_scope(around, entered)
                 if scaler is not None:
                     unscale(around.params, scaler)

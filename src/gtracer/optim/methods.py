@@ -15,8 +15,9 @@ from gtracer.optim import directions
 from gtracer.optim.compiler import runner
 from gtracer.optim.directions import TINY
 from gtracer.optim.engines import (
+    RADIUS,
+    Engine,
     Exact,
-    FiniteDifference,
     Runner,
     aimed,
     differentiated,
@@ -67,7 +68,7 @@ class TraceRatio:
     """
 
     curvature: Choice
-    engine: FiniteDifference | Exact
+    engine: Engine
     scale_free: bool = False
     lean: bool = False
     compile: bool = False
@@ -82,6 +83,11 @@ class TraceRatio:
     @cached_property
     def central(self) -> bool:
         return self.engine.central
+
+    @cached_property
+    def radius(self) -> float:
+        """Length of the displacement, where there is one."""
+        return float(getattr(self.engine, "radius", RADIUS))
 
     @cached_property
     def is_plain(self) -> bool:
@@ -119,10 +125,8 @@ class TraceRatio:
         if isinstance(self.engine, Exact):
             return exact(params, compared, u)
         again = (lambda: self._aim(step, rule)[0]) if self.lean else None
-        radius, central = self.engine.radius, self.engine.central
-        return finite_difference(
-            params, compared, u, radius=radius, central=central, run=self.run, again=again, safely=safely
-        )
+        own: dict[str, Any] = {"radius": self.radius, "central": self.central, "run": self.run}
+        return finite_difference(params, compared, u, **own, again=again, safely=safely)
 
     def damped(self, step: Step, rule: Rule, part: Slice) -> tuple[Tensors, float]:
         """f, and the δ that is still to be added to it."""
@@ -179,8 +183,7 @@ class TraceRatio:
         # mean_i ‖u_i‖² with u_i = weights ∘ g_i
         length = tensors.dot([F[p] for p in params], torch._foreach_mul(weights, weights)).sqrt()
         shifts = at.shifts(dict(zip(params, weights, strict=True)))
-        own: dict[str, Any] = {"radius": self.engine.radius, "central": self.engine.central}
-        return example_difference(step.gradients, shifts, length, **own)
+        return example_difference(step.gradients, shifts, length, radius=self.radius, central=self.central)
 
 
 def _is_square(estimator: Any) -> bool:

@@ -129,7 +129,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
         self._pending: loops.Pending | None = None
         self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
-        self._verdict: Verdict | None = None  # on the last step of the two kernels, until somebody waits for it
+        self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
         self._busy = False
         self._copies = Copies()
@@ -168,8 +168,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     @property
     def implementation_used(self) -> str:
         """What makes the steps, and why not something faster."""
-        if self.implementation == "compiled":
-            return "compiled"
+        if self.implementation in ("compiled", "foreach"):
+            return self.implementation
         why = self._unfused or self._why_not_fused(params=self._params())
         return "fused" if why is None else f"foreach, not fused: {why}"
 
@@ -259,8 +259,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
-        fuse = self._fuses(call)
         around = self._surroundings(signals, begins=call.closure is not None)
+        fuse = self._fuses(call, around)
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
         with self._passes(around, anew=anew):
             if call.closure is None:
@@ -418,13 +418,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _devices(self) -> set[torch.device]:
         return {p.device for p in self._params()}
 
-    def _fuses(self, call: Call) -> bool:
+    def _fuses(self, call: Call, around: Surroundings) -> bool:
         """Whether this step is to be that of the two kernels, as far as can be told before its gradients are there."""
         if self.implementation not in ("auto", "fused") or call.closure is None:
             return False
-        if self.implementation == "auto" and not any(d.type in FUSED_ON for d in self._devices()):
+        if self.implementation == "auto" and not any(d.type in FUSED_ON for d in around.devices):
             return False
-        self._unfused = self._why_not_fused(call, [p for p in self._params() if p.requires_grad])
+        self._unfused = self._why_not_fused(call, [p for p in around.params if p.requires_grad])
         penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
         if self._unfused is not None and self.implementation == "fused" and penalised:
             raise RuntimeError(f"implementation = 'fused' cannot make this step: {self._unfused}. Use 'auto'")
@@ -444,8 +444,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             checks.hyperparameters(self.hyperparameters(group))
             self.rule.check_group(group)
-        if self._verdict is not None:
-            self._raise_if_the_last_step_failed()
+        if self._verdicts:
+            self._hear_verdicts()
         if is_capturing():
             refusals.check_capture(self)
 
@@ -458,18 +458,20 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             refusals.check_parameter(self.method, label, p)
         return complete
 
-    def _raise_if_the_last_step_failed(self) -> None:
-        """What the two kernels have found, told by the next step at the latest."""
-        verdict, self._verdict = self._verdict, None
-        if verdict is None or is_capturing() or verdict.is_healthy:
-            return
+    def _hear_verdicts(self) -> None:
+        """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
+        waits = self.nonfinite == "raise" and not is_capturing()
+        heard = [verdict for verdict in self._verdicts if waits or verdict.is_there]
+        self._verdicts = [verdict for verdict in self._verdicts if verdict not in heard]
+        failed = sum(not verdict.is_healthy for verdict in heard)
         for group in self.param_groups:
-            group[COUNT] -= 1  # it was counted and not made
-        what = (self.stats.nonfinite() if self.stats else "") or "a gradient is not finite"
-        raise NonFiniteError(
-            f"in the last step {what}: it was not made, weights and state are as they were before it. Lower the "
-            "learning rate or rho, or pass nonfinite='skip' to go on without such steps"
-        )
+            group[COUNT] -= failed  # they were counted and not made
+        if failed and waits:
+            what = (self.stats.nonfinite() if self.stats else "") or "a gradient is not finite"
+            raise NonFiniteError(
+                f"in the last step {what}: the update was not made. Lower the learning rate or rho, or pass "
+                "nonfinite='skip' to go on without such steps"
+            )
 
     # The posterior whose precision f is.
 
@@ -523,7 +525,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """All that there is, in torch's layout."""
-        self._raise_if_the_last_step_failed()
+        self._hear_verdicts()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -152,13 +152,12 @@ def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
     return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
-def refuse_amsgrad(amsgrad: Any) -> None:
+def refuse_amsgrad(amsgrad: Any) -> NoReturn:
     """Its running maximum would part the preconditioner from f."""
-    if amsgrad is not False:
-        raise ValueError(
-            f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
-            "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
-        )
+    raise ValueError(
+        f"amsgrad must be False, got {amsgrad!r}: f and the preconditioner are one buffer here. "
+        "Tracer(torch.optim.Adam(..., amsgrad=True)) keeps them apart"
+    )
 
 
 @dataclass(frozen=True)
@@ -189,12 +188,14 @@ class AdamRule:
             raise ValueError(
                 f"beta = {group['beta']!r} has no place here: f is Adam's second moment, set betas instead"
             )
-        refuse_amsgrad(group["amsgrad"])
+        if group["amsgrad"] is not False:
+            refuse_amsgrad(group["amsgrad"])
         checks.betas(group["betas"])
 
     def check_checkpoint(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
-            refuse_amsgrad(group.get("amsgrad", False))
+            if group.get("amsgrad", False) is not False:
+                refuse_amsgrad(group["amsgrad"])
 
     def is_trained(self, p: Tensor) -> bool:
         return "exp_avg_sq" in self.base.state.get(p, {})

@@ -76,9 +76,8 @@ class Stack:
     def pieces(self, rows: Tensor) -> Tensors:
         """A vector of all parameters, or a row of such for each micro-batch, cut into their shapes."""
         parts = torch.split(rows, [p.numel() for p in self._params], -1)
-        return [
-            part.reshape(*rows.shape[:-1], *p.shape).to(p.dtype) for part, p in zip(parts, self._params, strict=True)
-        ]
+        pairs = zip(parts, self._params, strict=True)
+        return [part.reshape((*rows.shape[:-1], *p.shape)).to(p.dtype) for part, p in pairs]
 
 
 def flat(xs: Tensors) -> Tensor:

@@ -126,16 +126,21 @@ class Verdict:
     """Whether a step's numbers were finite, on its way from the device."""
 
     def __init__(self, healthy: Tensor) -> None:
-        self._told, self._there = healthy, None
+        self._told, self._arrival = healthy, None
         if healthy.is_cuda:
             self._told = torch.empty(healthy.shape, dtype=healthy.dtype, pin_memory=True)
             self._told.copy_(healthy, non_blocking=True)
-            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether nobody has to wait for it."""
+        return self._arrival is None or bool(self._arrival.query())  # type: ignore[no-untyped-call]
 
     @property
     def is_healthy(self) -> bool:
         """Waits for the device, where it is not there yet."""
-        if self._there is not None:
-            self._there.synchronize()
+        if self._arrival is not None:
+            self._arrival.synchronize()
         return bool(self._told)

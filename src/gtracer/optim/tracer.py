@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gtracer import checks
 from gtracer.curvature import FIRST_GRADIENT, Choice, Estimator, chosen, gradient_magnitude, has_finite_difference
 from gtracer.optim.documentation import documented
-from gtracer.optim.engines import Exact, FiniteDifference
+from gtracer.optim.engines import Engine, Exact, FiniteDifference
 from gtracer.optim.keywords import checked_keywords
 from gtracer.optim.methods import TraceRatio
 from gtracer.optim.optimizer import TwoPassOptimizer
@@ -22,7 +22,6 @@ from gtracer.optim.transforms import Clip, Transform, transforms_of
 from gtracer.penalty import BETA, DELTA, RHO
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Engine = FiniteDifference | Exact
 
 
 @documented

@@ -1,0 +1,168 @@
+"""The signature is the documentation: every argument is in it with its type, wrong ones are named, old ones work."""
+
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import gtracer
+from gtracer import SAM, AdamTracer, AdamWTracer, Clip, Exact, FiniteDifference, SGDTracer, Tracer
+from gtracer.experimental import PartialBatch, Precondition, PreviousStep, Ridge
+
+CLASSES = [SGDTracer, AdamTracer, AdamWTracer, Tracer, SAM]
+
+
+def made(cls, model=None, **own):
+    model = model or nn.Linear(2, 1)
+    wraps = cls in (Tracer, SAM)
+    return cls(torch.optim.SGD(model.parameters(), lr=0.1) if wraps else model.parameters(), **own)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_argument_has_a_name_a_type_and_a_line(cls):
+    parameters = [p for name, p in inspect.signature(cls.__init__).parameters.items() if name != "self"]
+    assert all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    assert all(p.annotation is not inspect.Parameter.empty for p in parameters)
+    lines = re.findall(r"^ {4,8}([\w, ]+): ", inspect.getdoc(cls) or "", re.MULTILINE)
+    told = {name for line in lines for name in line.split(", ")}
+    assert {p.name for p in parameters} <= told
+    assert "{" not in cls.__doc__.replace("{rho", "")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_they_are_siblings(cls):
+    ours = [c for c in cls.__mro__ if c.__module__.startswith("gtracer")]
+    assert ours == [cls, gtracer.optim.TwoPassOptimizer]
+    assert "def step" not in inspect.getsource(cls)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_misspelt_argument(cls):
+    with pytest.raises(TypeError, match=f"{cls.__name__} has no argument 'roh': did you mean rho"):
+        made(cls, roh=1)
+    with pytest.raises(TypeError, match="has no argument 'colour'; it takes "):
+        made(cls, colour=1)
+
+
+def test_repr_names_what_matters():
+    model = nn.Linear(2, 1)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.25, beta=0.5, interval=4, engine=FiniteDifference(0.02))
+    for part in ("SGDTracer(SGD", "rho=0.25", "beta=0.5", "delta=0.01", "FiniteDifference(radius=0.02", "interval=4"):
+        assert part in repr(opt)
+    assert "implementation='auto'" in repr(opt)
+    groups = [{"params": [model.weight], "rho": 0.1}, {"params": [model.bias]}]
+    assert "rho=[0.1, 0.003]" in repr(AdamWTracer(groups))
+    assert repr(made(SAM, rho=0.3)).startswith("SAM(SGD, rho=0.3, interval=1")
+    assert "gtracer_rho" not in repr(Tracer(torch.optim.Adadelta(model.parameters())))
+
+
+def test_a_model_that_has_none_of_the_parameters():
+    with pytest.raises(ValueError, match="model = Linear holds none of the optimiser's parameters"):
+        SGDTracer(nn.Linear(2, 1).parameters(), model=nn.Linear(2, 1))
+
+
+OLD = [
+    ({"compiled": True}, {"implementation": "compiled"}, "implementation='compiled'"),
+    ({"lean": True}, {"implementation": "compiled"}, "implementation='compiled'"),
+    ({"compiled": True, "lean": True}, {"implementation": "auto"}, "implementation='auto'"),
+    ({"radius": 0.2}, {"engine": FiniteDifference(0.2)}, "engine=FiniteDifference(radius=0.2, central=False)"),
+    ({"difference": "central"}, {"engine": FiniteDifference(central=True)}, "central=True"),
+    ({"engine": "exact", "radius": 0.2}, {"engine": Exact()}, "engine='exact' alone"),
+    ({"share": 0.5, "radius": 0.2}, {"engine": PartialBatch(0.5, 0.2)}, "experimental.PartialBatch"),
+    ({"reuse": "previous"}, {"reuse": PreviousStep()}, "experimental.PreviousStep()"),
+    ({"eta": 2.0}, {"transforms": (Ridge(2.0),)}, "experimental.Ridge(eta=2.0)"),
+    ({"preconditioned": True}, {"transforms": (Precondition(),)}, "experimental.Precondition()"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "told"), OLD, ids=str)
+def test_old_keywords_work_once_more_and_name_the_new_one(old, new, told):
+    with pytest.warns(DeprecationWarning, match=re.escape(told)) as caught:
+        opt = SGDTracer([nn.Parameter(torch.ones(2))], **old)
+    assert {w.filename for w in caught} == {__file__}
+    assert "next version" in str(caught[0].message)
+    found = {"engine": opt.method.engine, "transforms": opt.transforms, "reuse": opt.reuse}
+    found["implementation"] = opt.implementation
+    assert new.items() <= found.items()
+
+
+def test_the_old_second_moment():
+    with pytest.warns(DeprecationWarning, match="loss_gradient"):
+        assert not AdamWTracer([nn.Parameter(torch.ones(2))], second_moment="loss").rule.of_total
+    with pytest.warns(DeprecationWarning, match="default"):
+        assert AdamWTracer([nn.Parameter(torch.ones(2))], second_moment="total").rule.of_total
+    with pytest.raises(ValueError, match="second_moment must be one of"):
+        AdamWTracer([nn.Parameter(torch.ones(2))], second_moment="both")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("old", "message"),
+    [
+        ({"radius": -1.0}, "radius"),
+        ({"difference": "backward"}, "difference must be one of"),
+        ({"lean": "yes"}, "lean must be True or False"),
+        ({"share": 2.0}, "share"),
+        ({"share": 0.5, "engine": "exact"}, "engine='exact'"),
+        ({"eta": 0.0}, "eta"),
+        ({"preconditioned": 1}, "preconditioned must be"),
+    ],
+    ids=str,
+)
+def test_old_keywords_are_checked_as_ever(old, message):
+    with pytest.raises(ValueError, match=message):
+        SGDTracer([nn.Parameter(torch.ones(2))], **old)
+
+
+def test_what_sam_never_had_is_not_old():
+    with pytest.raises(TypeError, match="SAM has no argument 'compiled'"):
+        made(SAM, compiled=True)
+
+
+CALLS = """
+import torch
+from gtracer import SAM, AdamTracer, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer
+params = [torch.nn.Parameter(torch.ones(2))]
+base = torch.optim.SGD(params)
+SGDTracer(params, lr=0.1, rho=0.003, engine=FiniteDifference(0.02), clip=Clip(norm=1.0), model=torch.nn.Linear(2, 1))
+AdamWTracer(params, betas=(0.9, 0.99), engine="exact", reuse=0.5, interval=2)
+Tracer(base, beta=0.2, transforms=[])
+SAM(base, rho=0.05, adaptive=True)
+"""
+WRONG = [
+    "AdamWTracer(params, roh=1)",
+    "AdamWTracer(params, rho='large')",
+    "SGDTracer(params, interval=1.5)",
+    "SGDTracer(params, 0.1, 0.9, 0.0, 0.0, False, True)",
+    "Tracer(params)",
+    "Tracer(base, momentum=0.9)",
+    "AdamTracer(params, betas=0.9)",
+    "SAM(base, beta=0.1)",
+    "SGDTracer(params, clip=1.0)",
+    "FiniteDifference('wide')",
+]
+
+
+def test_a_type_checker_sees_wrong_calls(tmp_path):
+    """And none in right ones."""
+    path = tmp_path / "calls.py"
+    path.write_text(CALLS + "\n".join(WRONG) + "\n")
+    command = [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", "--strict", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    first = len(CALLS.splitlines()) + 1
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error:" in line}
+    assert found == set(range(first, first + len(WRONG))), done.stdout
+
+
+def test_help_is_readable(capsys):
+    help(SGDTracer)
+    printed = capsys.readouterr().out
+    for line in ("rho: ρ, strength of the penalty", "interval: Make the second pass", 'implementation: `"auto"`'):
+        assert line in printed
+    assert textwrap.dedent(SGDTracer.__doc__ or "").count("Args:") == 1
+    assert Clip(norm=1.0).norm == 1.0
