@@ -256,9 +256,12 @@ def test_a_share_needs_the_batch():
 
 
 def test_a_loop_without_closure_is_refused():
+    """As is its scope, in which nothing would be displaced."""
     model = net()
     opt = SGDTracer(model.parameters(), reuse=PreviousStep())
     x, y = data(1)[0]
     cross_entropy(model(x), y).backward()
     with pytest.raises(RuntimeError, match=r"reuse=PreviousStep\(\) displaces the weights itself"):
         opt.step()
+    with pytest.raises(RuntimeError, match="one pass in all"):
+        opt.perturbed()

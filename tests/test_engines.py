@@ -138,7 +138,7 @@ def test_flash_attention_has_the_penalty_of_plain_attention():
         opt.step(loss_of)
         return [p.grad.clone() for p in attention.parameters()], opt.stats.penalty_ratio
 
-    flash, share = penalised(SDPBackend.FLASH_ATTENTION, radius=0.02)
+    flash, share = penalised(SDPBackend.FLASH_ATTENTION, engine=FiniteDifference(0.02))
     exact_one, _ = penalised(SDPBackend.MATH, engine="exact")
     assert share > 0.1
     assert relative_error(flash, exact_one) < 0.01

@@ -415,7 +415,7 @@ def test_a_gradient_that_is_too_long_is_clipped(name):
 def test_exact_engine_trains_alike(tmp_path):
     """Central difference of small radius against double backward: the same curves within float32."""
     exact = train(replace(SMALL, engine="exact", model="mlp"), tmp_path / "a", [])
-    close = train(replace(SMALL, engine=FiniteDifference(central=True), radius=0.01, model="mlp"), tmp_path / "b", [])
+    close = train(replace(SMALL, difference="central", radius=0.01, model="mlp"), tmp_path / "b", [])
     assert close.curves["train_loss"] == pytest.approx(exact.curves["train_loss"], rel=1e-2)
 
 

@@ -137,7 +137,8 @@ def _second_moment(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"second_moment = 'total' is for squared gradients, got {config.curvature or config.average}: leave one out"
         )
-    return {"average": experimental.loss_gradient} if config.second_moment == "loss" else {}
+    estimated = {config.curvature, config.average} - {None, "gradient-magnitude"}  # feeds it anyway
+    return {"average": experimental.loss_gradient} if config.second_moment == "loss" and not estimated else {}
 
 
 def _estimators(config: Config) -> dict[str, Any]:

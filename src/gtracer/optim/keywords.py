@@ -75,7 +75,7 @@ def _engine(given: Given, known: Any) -> None:
         _warn("radius= and difference=", f"engine={given['engine']!r} alone, which has neither")
 
 
-def _transform(name: str, kind: str) -> Callable[[Given, Any], None]:
+def _transform(name: str) -> Callable[[Given, Any], None]:
     def rename(given: Given, known: Any) -> None:
         from gtracer import checks
         from gtracer.optim import experimental
@@ -113,6 +113,7 @@ def _share(given: Given, known: Any) -> None:
 
 def _second_moment(given: Given, known: Any) -> None:
     from gtracer import checks
+    from gtracer.curvature import gradient_magnitude
     from gtracer.optim import experimental
 
     value = given.pop("second_moment")
@@ -121,7 +122,9 @@ def _second_moment(given: Given, known: Any) -> None:
     checks.choice("second_moment", value, ("total", "loss"))
     if value == "loss":
         _warn("second_moment='loss'", "average=gtracer.experimental.loss_gradient")
-        given.setdefault("average", experimental.loss_gradient)
+        own = [given.get(name) for name in ("curvature", "average")]
+        if all(estimator in (None, gradient_magnitude) for estimator in own):  # any other feeds it anyway
+            given["average"] = experimental.loss_gradient
     else:
         _warn("second_moment='total'", "nothing, it is the default")
 
@@ -141,8 +144,8 @@ RENAMED: dict[str, tuple[str, Callable[[Given, Any], None]]] = {
     "lean": ("implementation", _implementation),
     "radius": ("engine", _engine),
     "difference": ("engine", _engine),
-    "preconditioned": ("transforms", _transform("preconditioned", "Precondition")),
-    "eta": ("transforms", _transform("eta", "Ridge")),
+    "eta": ("transforms", _transform("eta")),  # before the next, as in the derivation
+    "preconditioned": ("transforms", _transform("preconditioned")),
     "share": ("engine", _share),
     "second_moment": ("betas", _second_moment),
 }

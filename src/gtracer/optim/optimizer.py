@@ -323,11 +323,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _conclude(self, step: Step) -> None:
         """From the passes to the gradient of the update."""
-        if self.reuse is not None and step.penalty is None and any(part.hyper["rho"] for part in step.slices):
-            step.penalty = self.reuse.recall(step, self.base.state, self.param_groups[0][COUNT] % self.interval)
         if step.rows:
             directions.turn_penalty_(step)
             step.after.append(partial(directions.note, self.base.state, step))
+        if self.reuse is not None and step.penalty is None and any(part.hyper["rho"] for part in step.slices):
+            step.penalty = self.reuse.recall(step, self.base.state, self.param_groups[0][COUNT] % self.interval)
         combine(step)
         self.stats = step.stats
         if self.reuse is not None:  # before clipping

@@ -69,6 +69,8 @@ def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> N
             f"perturbed() is the second pass of the finite difference with curvature=gradient_magnitude over the "
             f"whole batch, and {why}: use step(closure), or a TracerPenalty on the loss with any optimiser"
         )
+    if opt.reuse is not None and opt.reuse.always:
+        raise RuntimeError(f"perturbed() with reuse={opt.reuse!r}, which makes one pass in all: use step(closure)")
     if scaler is not None and scaler._per_optimizer_states[id(opt)]["stage"] is OptState.UNSCALED:
         raise RuntimeError(
             "perturbed(scaler=…) after scaler.unscale_(opt): the gradients would be unscaled twice. Call unscale_ "

@@ -207,7 +207,9 @@ class AdamRule:
     def average(self, part: Slice) -> Tensors:
         state = self.base.state
         if all("exp_avg_sq" in state.get(p, {}) for p in part.params):
-            return self.average_of(part.group, part.hyper, part.params)
+            return list(
+                self.average_of(part.group, part.hyper, part.params)
+            )  # as at first: torch.compile sees the kind
         return average_at_first(self, part)
 
     def update(self, step: Step) -> None:
