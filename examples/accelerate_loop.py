@@ -17,7 +17,7 @@ def main(epochs: int = 3, shuffle: bool = True, accumulate: int = 1, precision: 
     x = torch.randn(256, 8)
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=32, shuffle=shuffle)
     model = accelerator.prepare(model)  # first, so that the optimiser is given the module as it is run
-    optimizer = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, model=model)
+    optimizer = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, rho=0.003, model=model)
     prepared, loader = accelerator.prepare(optimizer, loader)
 
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class Automatic(lightning.LightningModule):
         return self.loss_of(*batch)
 
     def configure_optimizers(self) -> SGDTracer:
-        return SGDTracer(self.parameters(), lr=0.1, momentum=0.9, model=self)
+        return SGDTracer(self.parameters(), lr=0.1, momentum=0.9, rho=0.003, model=self)
 
 
 class Manual(Automatic):

@@ -3,9 +3,9 @@
 import re
 
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
-POINTERS |= dict.fromkeys(("sums", "reached", "shrink", "healthy", "lr"), "*fp32")
+POINTERS |= dict.fromkeys(("sums", "reached", "limit", "shrink", "healthy", "lr"), "*fp32")
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
-FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True}
+FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True, "LIMITED": True}
 
 
 def compiled(kernel, **kind):

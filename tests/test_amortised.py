@@ -246,7 +246,7 @@ def test_shares_that_are_none(share):
 
 def test_a_share_needs_the_batch():
     model = net()
-    opt = SGDTracer(model.parameters(), engine=PartialBatch(0.5))
+    opt = SGDTracer(model.parameters(), rho=RHO, engine=PartialBatch(0.5))
     (x, y), other = data(2)
     with pytest.raises(RuntimeError, match=r"share = 0\.5 splits the batch: hand it to step"):
         opt.step(lambda: cross_entropy(model(x), y))

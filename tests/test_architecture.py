@@ -107,9 +107,9 @@ def functions_of_a_step(made):
 @pytest.mark.parametrize(
     ("made", "most"),
     [
-        ("lambda m: SGDTracer(m.parameters(), lr=0.1, momentum=0.9, model=m)", 60),
-        ("lambda m: Tracer(torch.optim.RMSprop(m.parameters()), model=m)", 60),
-        ("lambda m: AdamWTracer(m.parameters(), model=m)", 66),
+        ("lambda m: SGDTracer(m.parameters(), lr=0.1, momentum=0.9, rho=0.003, model=m)", 60),
+        ("lambda m: Tracer(torch.optim.RMSprop(m.parameters()), rho=0.003, model=m)", 60),
+        ("lambda m: AdamWTracer(m.parameters(), rho=0.003, model=m)", 66),
         ("lambda m: SAM(torch.optim.SGD(m.parameters(), lr=0.1), model=m)", 50),
     ],
     ids=["SGDTracer", "Tracer", "AdamWTracer", "SAM"],
@@ -126,7 +126,7 @@ def test_the_path_of_a_step_in_the_docs_is_the_codes():
     text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
     path = text.split("## One step", 1)[1].split("```")[1]
     named = set(re.findall(r"\b(?:\w+\.)?(\w+)\(", path))
-    ran = {name for _, name in functions_of_a_step("lambda m: SGDTracer(m.parameters(), lr=0.1, model=m)")}
+    ran = {name for _, name in functions_of_a_step("lambda m: SGDTracer(m.parameters(), lr=0.1, rho=0.003, model=m)")}
     assert len(named) > 10
     assert named <= ran | {
         "first",

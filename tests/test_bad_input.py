@@ -160,8 +160,8 @@ def test_per_group_values_are_checked_at_the_start_later_and_at_the_step():
 
 def test_schedules():
     refused(lambda: RhoScheduler(torch.optim.SGD([weight()]), linear_warmup(3)), "optimizer", "SGD")
-    refused(lambda: RhoScheduler(SGDTracer([weight()]), 0.5), "factor", 0.5)
-    refused(lambda: RhoScheduler(SGDTracer([weight()]), lambda step: -1.0), "factor", -1.0)
+    refused(lambda: RhoScheduler(SGDTracer([weight()], rho=0.1), 0.5), "factor", 0.5)
+    refused(lambda: RhoScheduler(SGDTracer([weight()], rho=0.1), lambda step: -1.0), "factor", -1.0)
     refused(lambda: linear_warmup(0), "steps", 0)
 
 

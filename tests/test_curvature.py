@@ -263,10 +263,10 @@ def test_hutchinson_refuses_wrong_third_derivatives(layer, name):
     """As the average it needs two derivatives only, and those are right."""
     model = nn.Sequential(nn.Linear(4, 3), layer)
     x = torch.randn(5, 4)
-    opt = SGDTracer(model.parameters(), lr=0.1, curvature=c.hutchinson())
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.003, curvature=c.hutchinson())
     with pytest.raises(ValueError, match=rf"third derivative of {name} is wrong"):
         opt.step(lambda: model(x).square().mean())
-    SGDTracer(model.parameters(), lr=0.1, average=c.hutchinson()).step(lambda: model(x).square().mean())
+    SGDTracer(model.parameters(), lr=0.1, rho=0.003, average=c.hutchinson()).step(lambda: model(x).square().mean())
     model.eval()
     if name == "BatchNorm":  # an affine map now
         opt.step(lambda: model(x).square().mean())
@@ -970,7 +970,7 @@ def test_vectorised_micro_batches_of_any_number():
         calls.append(x.shape)
         return model(x).square().mean()
 
-    opt = SGDTracer(model.parameters(), lr=0.1, curvature=vectorised_micro_batch(1), model=model)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.003, curvature=vectorised_micro_batch(1), model=model)
     opt.step(closure, torch.randn(49, 2))
     assert len(calls) == 2
 
@@ -1053,7 +1053,7 @@ def test_a_layer_called_otherwise_has_no_difference_per_example():
 
     model, x = Keyword(), torch.randn(3, 4)
     with pytest.raises(ValueError, match=r"layer 'inner' \(Linear\) has no difference per example: use engine='exact'"):
-        SGDTracer(model.parameters(), lr=0.1, curvature=c.per_example, model=model).step(
+        SGDTracer(model.parameters(), lr=0.1, rho=0.003, curvature=c.per_example, model=model).step(
             lambda: model(x).square().mean()
         )
     SGDTracer(model.parameters(), lr=0.1, curvature=c.per_example, model=model, engine="exact").step(

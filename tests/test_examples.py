@@ -56,7 +56,9 @@ def without_accelerate(accumulate=1, dtype=None, **own):
     model = torch.nn.Sequential(*layers)
     x = torch.randn(256, 8)
     batches = list(zip(x.split(32), (x.sum(1) > 0).long().split(32), strict=True))
-    opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, clip=Clip(norm=1.0), model=model, **own)
+    opt = SGDTracer(
+        model.parameters(), lr=0.1, momentum=0.9, clip=Clip(norm=1.0), model=model, **({"rho": 0.003} | own)
+    )
 
     def closure(x, y):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):

@@ -270,7 +270,7 @@ def test_momentum_that_is_switched_on_later(finished):
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 def test_what_is_no_number_displaces_nothing(finished, cls):
     model = nn.Linear(5, 3, device=DEVICE)
-    opt = cls(model.parameters(), 0.01, nonfinite="ignore", **FUSED)
+    opt = cls(model.parameters(), 0.01, rho=0.003, nonfinite="ignore", **FUSED)
     seen = []
 
     def closure(x):

@@ -49,9 +49,9 @@ def own_calls(maker, depth, passes=2):
 
 SGD = {"lr": 0.1, "momentum": 0.9, "foreach": True}  # on a CPU torch's default is tensor by tensor
 MAKERS = {
-    "sgd": (lambda p, **k: SGDTracer(p, **SGD, **k), 60),
-    "adam": (lambda p, **k: AdamTracer(p, lr=0.01, **k), 70),
-    "rmsprop": (lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01, foreach=True), **k), 70),
+    "sgd": (lambda p, **k: SGDTracer(p, rho=0.003, **SGD, **k), 60),
+    "adam": (lambda p, **k: AdamTracer(p, lr=0.01, rho=0.003, **k), 70),
+    "rmsprop": (lambda p, **k: Tracer(torch.optim.RMSprop(p, lr=0.01, foreach=True), rho=0.003, **k), 70),
     "sam": (lambda p, **k: SAM(torch.optim.SGD(p, **SGD), **k), 50),
 }
 
@@ -79,7 +79,7 @@ def test_a_learning_rate_that_sgd_would_read_back_is_not_captured(tracer, monkey
 
     def captured(**own):
         p = nn.Parameter(torch.ones(2))
-        opt = SGDTracer([p], nonfinite="ignore", **own)
+        opt = SGDTracer([p], rho=0.003, nonfinite="ignore", **own)
         if not tracer:
             opt = SAM(torch.optim.SGD([p], **own), nonfinite="ignore")
         with monkeypatch.context() as patch:

@@ -90,7 +90,7 @@ def test_a_second_pass_that_fails_leaves_the_weights_within_a_rounding(name):
 @pytest.mark.parametrize(("nonfinite", "passes_seen"), [("skip", 0), ("raise", 0), ("ignore", 1)])
 def test_statistics_after_a_second_pass_that_fails(nonfinite, passes_seen):
     norm = nn.BatchNorm1d(3)
-    opt = SGDTracer(norm.parameters(), lr=0.1, **LEAN, model=norm, nonfinite=nonfinite)
+    opt = SGDTracer(norm.parameters(), lr=0.1, rho=0.003, **LEAN, model=norm, nonfinite=nonfinite)
     calls = []
 
     def closure():
@@ -107,7 +107,7 @@ def test_statistics_after_a_second_pass_that_fails(nonfinite, passes_seen):
 
 def test_an_overflow_leaves_no_statistics_in_a_lean_step():
     norm = nn.BatchNorm1d(3)
-    opt = SGDTracer(norm.parameters(), lr=0.1, **LEAN, model=norm, nonfinite="skip")
+    opt = SGDTracer(norm.parameters(), lr=0.1, rho=0.003, **LEAN, model=norm, nonfinite="skip")
     opt.step(lambda: norm(torch.full((8, 3), torch.inf)).square().mean())
     assert torch.equal(norm.running_mean, torch.zeros(3))
 
@@ -115,9 +115,9 @@ def test_an_overflow_leaves_no_statistics_in_a_lean_step():
 @pytest.mark.parametrize(
     ("make", "plain", "copies"),
     [
-        (lambda p: SGDTracer(p, momentum=0.9, **LEAN), lambda p: torch.optim.SGD(p, momentum=0.9), 2),
-        (lambda p: SGDTracer(p, momentum=0.9), lambda p: torch.optim.SGD(p, momentum=0.9), 4),
-        (lambda p: AdamWTracer(p, **LEAN), torch.optim.AdamW, 1),
+        (lambda p: SGDTracer(p, momentum=0.9, rho=0.003, **LEAN), lambda p: torch.optim.SGD(p, momentum=0.9), 2),
+        (lambda p: SGDTracer(p, momentum=0.9, rho=0.003), lambda p: torch.optim.SGD(p, momentum=0.9), 4),
+        (lambda p: AdamWTracer(p, rho=0.003, **LEAN), torch.optim.AdamW, 1),
     ],
     ids=["sgd, lean", "sgd", "adamw, lean"],
 )

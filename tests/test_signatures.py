@@ -56,7 +56,7 @@ def test_repr_names_what_matters():
         assert part in repr(opt)
     assert "implementation='auto'" in repr(opt)
     groups = [{"params": [model.weight], "rho": 0.1}, {"params": [model.bias]}]
-    assert "rho=[0.1, 0.003]" in repr(AdamWTracer(groups))
+    assert "rho=[0.1, 0.003]" in repr(AdamWTracer(groups, rho=0.003))
     assert repr(made(SAM, rho=0.3)).startswith("SAM(SGD, rho=0.3, interval=1")
     assert "gtracer_rho" not in repr(Tracer(torch.optim.Adadelta(model.parameters())))
 
@@ -73,7 +73,7 @@ OLD = [
     ({"radius": 0.2}, {"engine": FiniteDifference(0.2)}, "engine=FiniteDifference(radius=0.2, central=False)"),
     ({"difference": "central"}, {"engine": FiniteDifference(central=True)}, "central=True"),
     ({"engine": "exact", "radius": 0.2}, {"engine": Exact()}, "engine='exact' alone"),
-    ({"share": 0.5, "radius": 0.2}, {"engine": PartialBatch(0.5, 0.2)}, "experimental.PartialBatch"),
+    ({"share": 0.5, "engine": FiniteDifference(0.2)}, {"engine": PartialBatch(0.5, 0.2)}, "experimental.PartialBatch"),
     ({"reuse": "previous"}, {"reuse": PreviousStep()}, "experimental.PreviousStep()"),
     ({"eta": 2.0}, {"transforms": (Ridge(2.0),)}, "experimental.Ridge(eta=2.0)"),
     ({"preconditioned": True}, {"transforms": (Precondition(),)}, "experimental.Precondition()"),

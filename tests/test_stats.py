@@ -32,8 +32,9 @@ def test_closed_form():
     assert opt.stats.penalty_ratio == pytest.approx((penalty.norm() / g.norm()).item())
     assert opt.stats.cosine == pytest.approx((g @ penalty / g.norm() / penalty.norm()).item())
     assert opt.stats.damped_share == 0.0
+    assert opt.stats.rho == 0.3
     assert set(opt.stats.as_dict()) == {
-        "loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share",
+        "loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share", "rho",
     }  # fmt: skip
     assert "trace_ratio=" in repr(opt.stats)
 

@@ -23,6 +23,7 @@ from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
 from gtracer.lab.run import device_of
 from gtracer.optim import SAM, AdamWTracer, SGDTracer
+from gtracer.penalty import RHO
 
 MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
 PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
@@ -59,10 +60,10 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
 
     def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
-        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, model=model, **options))
+        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, rho=RHO, model=model, **options))
 
     def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
-        return lambda model: _ours(AdamWTracer(model.parameters(), model=model, **counted, **options))
+        return lambda model: _ours(AdamWTracer(model.parameters(), rho=RHO, model=model, **counted, **options))
 
     compared = {
         SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused)), captured=True),

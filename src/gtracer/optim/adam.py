@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gtracer import checks
 from gtracer.curvature import FIRST_GRADIENT, Estimator, gradient_magnitude, loss_gradient
+from gtracer.optim.auto import AUTO, controller_of
 from gtracer.optim.compiler import runner
 from gtracer.optim.documentation import documented
 from gtracer.optim.engines import Engine
@@ -19,7 +20,7 @@ from gtracer.optim.reuse import Reuse, reuse_of
 from gtracer.optim.rules import AdamRule, refuse_amsgrad
 from gtracer.optim.tracer import Params, trace_ratio_of
 from gtracer.optim.transforms import Clip, Transform, transforms_of
-from gtracer.penalty import DELTA, RHO
+from gtracer.penalty import DELTA
 
 
 @documented
@@ -55,7 +56,7 @@ class AdamTracer(TwoPassOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        rho: float = RHO,
+        rho: float | Literal["auto"] = AUTO,
         delta: float = DELTA,
         f0: float | str = FIRST_GRADIENT,
         curvature: Estimator = gradient_magnitude,
@@ -69,6 +70,7 @@ class AdamTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
@@ -78,6 +80,7 @@ class AdamTracer(TwoPassOptimizer):
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
             rule=rule,
             transforms=transforms_of(clip, transforms),
+            controller=controller_of(held_out),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,
@@ -115,7 +118,7 @@ class AdamWTracer(TwoPassOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        rho: float = RHO,
+        rho: float | Literal["auto"] = AUTO,
         delta: float = DELTA,
         f0: float | str = FIRST_GRADIENT,
         curvature: Estimator = gradient_magnitude,
@@ -129,6 +132,7 @@ class AdamWTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
@@ -138,6 +142,7 @@ class AdamWTracer(TwoPassOptimizer):
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
             rule=rule,
             transforms=transforms_of(clip, transforms),
+            controller=controller_of(held_out),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,

@@ -7,7 +7,9 @@ from typing import TypeVar
 C = TypeVar("C", bound=type)
 
 TEXTS = {
-    "rho": "rho: ρ, strength of the penalty. May be set per group, as β, δ and f₀ may.",
+    "rho": """\
+rho: ρ, strength of the penalty: a number, or `"auto"`, which sets and moves it (docs/choosing-rho.md). May be set per
+    group, as β, δ and f₀ may.""",
     "beta": "beta: β, how fast f follows the squared gradient.",
     "delta": "delta: δ, damping of the ratio. What matters is ρ/δ while δ is well above f.",
     "shared": """\
@@ -31,7 +33,9 @@ nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`, `"ski
 implementation: `"auto"`: two kernels on a GPU wherever they can make the step, otherwise torch's foreach kernels;
     `implementation_used` tells which, and why. `"foreach"`: those always. `"compiled"`: what TRACER adds, through
     `torch.compile`, without a copy of the weights (they come back to within a rounding). `"fused"`: the two kernels,
-    or an error that says why not.""",
+    or an error that says why not.
+held_out: For `rho="auto"`: gives the loss of a held-out batch, whose labels are as noisy as the rest. It is called
+    every tenth step, with statistics frozen and random numbers as they were.""",
 }
 
 

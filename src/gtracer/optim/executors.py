@@ -20,13 +20,14 @@ from torch import Tensor
 
 from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
 from gtracer.optim import processes
+from gtracer.optim.auto import sampled
 from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.parts import Parts, Pool, split
 from gtracer.optim.reuse import LAST, Decayed, Reuse
 from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
 from gtracer.optim.stats import Stats, Verdict
-from gtracer.optim.step import COUNT, Passes, Slice, Step
+from gtracer.optim.step import COUNT, Passes, Slice, Step, limit_of
 from gtracer.optim.transforms import Transform, to_norm
 from gtracer.scopes import Buffers, PooledStatistics, RandomState, frozen_statistics
 from gtracer.tensors import Tensors
@@ -141,6 +142,8 @@ def fuse(opt: TwoPassOptimizer, step: Step) -> None:
 
 def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
     """What is not finite, in words, if that is known; on the device it is, and nobody waits but in the first step."""
+    if step.held_out is not None and kernels.ahead:
+        step.pushed = torch._foreach_sub(sampled(kernels.ahead), sampled(step.gradients))
     reuse = opt.reuse if any(part.hyper["rho"] for part in step.slices) else None
     kernels.take(*source_of(step, reuse, opt.base.state, opt.param_groups[0][COUNT] % opt.interval))
     if opt.nonfinite == "ignore":
@@ -289,11 +292,14 @@ class TwoKernels:
     Args:
         parts: What is updated.
         radius: Length of the displacement.
-        most: The norm that ∇L + ρ∇T is clipped to, if it is.
+        norm: That ∇L + ρ∇T is clipped to, if it is.
+        most: What ‖ρ∇T‖/‖∇L‖ is cut off at, if it is.
     """
 
-    def __init__(self, parts: list[Launched], radius: float, most: float | None) -> None:
-        self.parts, self._radius, self._most = parts, radius, most
+    def __init__(
+        self, parts: list[Launched], radius: float, norm: float | None = None, most: float | None = None
+    ) -> None:
+        self.parts, self._radius, self._norm, self._most = parts, radius, norm, most
         self.reached = _sum([part.reach() for part in parts])  # ‖u‖², T and ‖∇L‖²
         self.ahead: Tensors = ()  # gradients at the displaced weights
         self.kept: Tensors | None = None  # where ρ∇T is kept
@@ -308,7 +314,7 @@ class TwoKernels:
         if not found or len(found) < len(parts):
             return None
         norms = [getattr(transform, "norm", None) for transform in transforms]
-        return cls(found, method.radius, next(iter(norms), None))
+        return cls(found, method.radius, next(iter(norms), None), step.most)
 
     def passes(self) -> Passes:
         """The one further pass, after which the weights stay displaced."""
@@ -359,8 +365,7 @@ class TwoKernels:
     def look(self, loss: Tensor | None) -> Tensor:
         """1 where all numbers are finite, else 0; on the device."""
         told = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
-        numbers = torch.cat([self.reached, self._total().reshape(1), *told])
-        self.healthy = torch.isfinite(numbers).all().to(self.reached)
+        self.healthy = torch.isfinite(torch.cat([self.reached, self._squares(), *told])).all().to(self.reached)
         return self.healthy
 
     def abandon(self) -> None:
@@ -370,14 +375,26 @@ class TwoKernels:
 
     def finish(self) -> Tensor:
         """Make the update, unless a look has shown that it must not be; gives ‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""
-        shrink = None if self._most is None else to_norm(self._most, self._total().sqrt())
-        sums = _sum([part.finish_(self.reached, self._radius, shrink, self.healthy) for part in self.parts])
+        limit, shrink = self._limit(), None
+        if self._norm is not None:
+            penalty, total = self._squares()
+            if limit is not None:  # ‖g + s h‖² = ‖g‖² + 2s ⟨g, h⟩ + s² ‖h‖²
+                g = self.reached[2]
+                total = (g + limit * (total - g - penalty) + limit**2 * penalty).clamp_min(0)
+            shrink = to_norm(self._norm, total.sqrt())
+        sums = _sum([part.finish_(self.reached, self._radius, limit, shrink, self.healthy) for part in self.parts])
         for part in self.parts:
             part.count_(self.healthy)
         return sums
 
-    def _total(self) -> Tensor:
-        """‖∇L + ρ∇T‖²."""
+    def _limit(self) -> Tensor | None:
+        """What a ρ∇T of this step is to be multiplied by."""
+        if self._most is None or not self.ahead:
+            return None
+        return limit_of(self._most, self.reached[2].sqrt(), self._squares()[0].sqrt())
+
+    def _squares(self) -> Tensor:
+        """‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""
         if self._squared is None:
             self._squared = _sum([part.total(self.reached, self._radius) for part in self.parts])
         return self._squared

@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gtracer import tensors
 from gtracer.optim import refusals
-from gtracer.optim.evaluate import First, displaced_pass, gradients_ahead, scale, unscale
-from gtracer.optim.step import Course, Step, drive
+from gtracer.optim.auto import held_out_gradient
+from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.step import COUNT, Course, Step, drive
 from gtracer.scopes import RandomState, uninterrupted
 from gtracer.tensors import Tensors
 
@@ -43,14 +45,16 @@ class Pending:
 
 
 @contextmanager
-def second_pass(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+def second_pass(
+    opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None, loss: Tensor | None = None
+) -> Iterator[None]:
     """Weights displaced for the caller's second pass; after the last one the total is left in `.grad`."""
     refusals.check_scope(opt, scaler)
     with uninterrupted() as signals, torch.no_grad():
         around = opt._surroundings(signals)
         entered = RandomState(around.devices)
         with opt._passes(around):
-            pending = opt._pending or _begun(opt, scaler)
+            pending = opt._pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
             with displaced_pass(step.params, course.place, around):
                 with torch.enable_grad():
@@ -73,13 +77,19 @@ def second_pass(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> I
         opt._pending = pending
 
 
-def _begun(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> Pending:
+def _begun(
+    opt: TwoPassOptimizer, around: Surroundings, scaler: torch.amp.GradScaler | None, loss: Tensor | None
+) -> Pending:
     """A step from the gradients that the caller's own first pass has left."""
     if scaler is not None:
-        unscale([p for group in opt.param_groups for p in group["params"]], scaler)
-    step = opt._begin(First(None), due=opt.second_pass_due)
+        unscale(around.params, scaler)
+    step = opt._begin(First(loss), due=opt.second_pass_due)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
+    if opt.controller is not None and opt.sets_rho:
+        step.most = opt.controller.most
+        if opt.controller.wants_held_out(opt.param_groups[0][COUNT]):
+            step.held_out = held_out_gradient(opt.controller, step.params, around, scaler)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
     return Pending(step, course)

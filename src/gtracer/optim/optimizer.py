@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
 from gtracer.optim import directions, executors, loops, posterior, processes, refusals
+from gtracer.optim.auto import AUTO, IS_AUTO, Controller, held_out_gradient, sampled
 from gtracer.optim.evaluate import (
     Call,
     Evaluator,
@@ -84,6 +85,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         transforms: What is done to the total before the update.
         interval: Make the displaced pass only every so many steps.
         reuse: What is used in the steps between.
+        controller: Sets ρ of the groups whose ρ is "auto".
         model: Where batch-norm statistics and other buffers live. With it, a displaced pass leaves them alone.
         nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`; `"skip"` the step; `"ignore"`.
         implementation: `"auto"`, `"foreach"`, `"compiled"` or `"fused"`.
@@ -98,6 +100,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         transforms: tuple[Transform, ...] = (),
         interval: int = 1,
         reuse: Reuse | None = None,
+        controller: Controller | None = None,
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
@@ -109,7 +112,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         base = rule.base
         self.base, self.method, self.rule, self.transforms = base, method, rule, transforms
         self.interval, self.reuse, self.model, self.nonfinite = interval, reuse, model, nonfinite
-        self.implementation = implementation
+        self.implementation, self.controller = implementation, controller
         # Adadelta has a `rho` of its own; ours then goes by `gtracer_rho` in the groups.
         self._keys = {name: f"gtracer_{name}" if name in base.defaults else name for name in defaults}
         ours = {self._keys[name]: value for name, value in defaults.items()}
@@ -233,7 +236,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 call.scaler.step(self._held, partial(self._apply, step))  # type: ignore[arg-type]
         return step.told
 
-    def perturbed(self, scaler: torch.amp.GradScaler | None = None) -> AbstractContextManager[None]:
+    def perturbed(
+        self, scaler: torch.amp.GradScaler | None = None, *, loss: Tensor | None = None
+    ) -> AbstractContextManager[None]:
         """Weights displaced for the second pass, in loops that cannot hand over a closure.
 
             opt.zero_grad()
@@ -247,13 +252,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         displaces nothing and drops what is computed in it.
 
         Args:
+            loss: Of the first pass, not scaled. With rho="auto" and no held-out data ρ rises only where it is known.
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
         if self._pending is not None and self._pending.is_abandoned:
             self._pending = None
         refusals.check_scope(self, scaler)
-        return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None)
+        return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
 
     # A step, straight on.
 
@@ -293,6 +299,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if not is_capturing():
             self._drawn = evaluator.around.random, RandomState(evaluator.around.devices)
+        if self.controller is not None and self.sets_rho:
+            step.most = self.controller.most
+            if self.controller.wants_held_out(self.param_groups[0][COUNT]):
+                step.held_out = held_out_gradient(self.controller, step.params, evaluator.around, call.scaler)
         if fuse and step.slices:
             executors.fuse(self, step)
         if step.kernels is not None:
@@ -323,6 +333,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _conclude(self, step: Step) -> None:
         """From the passes to the gradient of the update."""
+        if step.held_out is not None and step.penalty is not None:
+            step.pushed = tensors.clone(sampled(step.penalty))
         if step.rows:
             directions.turn_penalty_(step)
             step.after.append(partial(directions.note, self.base.state, step))
@@ -345,6 +357,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             self.rule.update(step)
             for note in step.after:
                 note()
+        if self.stats is not None:
+            self.stats.rho = self.param_groups[0][self._keys["rho"]]
+        if self.controller is not None and self.sets_rho:
+            self.controller.note(self, step)
         for group in self.param_groups:
             group[COUNT] += 1
         if self.stats is not None and self.rule.keeps_average:
@@ -451,12 +467,24 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _completed(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         """The group with the defaults for what it leaves out, checked."""
-        complete = defaults | group
+        complete = self._resolved(defaults | group)
         checks.hyperparameters(self.hyperparameters(complete))
         self.rule.check_group(complete)
         for label, p in checks.labelled(complete):
             refusals.check_parameter(self.method, label, p)
         return complete
+
+    def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The group with a number for a ρ that sets itself."""
+        key = self._keys["rho"]
+        if group[key] == AUTO and self.controller is not None:
+            return group | {key: 0.0, IS_AUTO: True}
+        return group
+
+    @property
+    def sets_rho(self) -> bool:
+        """Whether ρ of any group sets itself."""
+        return any(group.get(IS_AUTO) for group in self.param_groups)
 
     def _hear_verdicts(self) -> None:
         """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
@@ -542,7 +570,18 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("base", "method", "rule", "transforms", "interval", "reuse", "model", "nonfinite", "implementation")
+        own = (
+            "base",
+            "method",
+            "rule",
+            "transforms",
+            "interval",
+            "reuse",
+            "model",
+            "nonfinite",
+            "implementation",
+            "controller",
+        )
         return super().__getstate__() | {name: getattr(self, name) for name in (*own, "_keys")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -550,6 +589,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # a checkpoint of the plain optimiser knows nothing of ours
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+            group.update(self._resolved(group))
         # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
         self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._forget()

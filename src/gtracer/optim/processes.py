@@ -33,6 +33,15 @@ def are_joined(model: Any) -> bool:
     return count(model) > 1 and (model is None or is_wrapped(model))
 
 
+def mean_of(number: Tensor, model: Any) -> Tensor:
+    """Of a number that each process has one of."""
+    if not are_joined(model):
+        return number
+    total = number.clone()
+    distributed.all_reduce(total, group=group_of(model))
+    return total / count(model)
+
+
 def by_itself(model: Any) -> AbstractContextManager[Any]:
     """Where gradients are this process's own."""
     if count(model) == 1:

@@ -140,6 +140,7 @@ def check_capture(opt: TwoPassOptimizer) -> None:
         "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
         f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.interval != opt.phases,
         f"nonfinite = {opt.nonfinite!r} looks at the numbers, set it to 'ignore'": opt.nonfinite != "ignore",
+        "rho = 'auto' moves ρ outside of the graph, set it to a number": opt.sets_rho,
         f"{type(opt).__name__} counts steps outside of the graph, pass capturable=True": not opt.rule.is_capturable,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

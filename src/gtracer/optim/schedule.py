@@ -36,6 +36,8 @@ class RhoScheduler:
         self._key = getattr(optimizer, "rho_key", "rho")
         if not all(self._key in group for group in getattr(optimizer, "param_groups", [{}])):
             raise ValueError(f"optimizer must have rho in its param_groups, got {type(optimizer).__name__}")
+        if any(group.get("rho_is_auto") for group in optimizer.param_groups):
+            raise ValueError("optimizer sets its ρ itself (rho='auto'): pass a number for rho to schedule it")
         if not callable(factor):
             raise ValueError(f"factor must be a function of the step, got {factor!r}")
         self.optimizer = optimizer

@@ -18,6 +18,7 @@ class Stats:
         gradient_norm: ‖∇L‖.
         penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, of the change it makes to the gradient. 0 in a step without penalty.
         cosine: cos(∇L, ∇T) (NaN in a step without penalty).
+        rho: ρ of the first group, in this step.
         damped_share: Share of the coordinates where δ > f, from the f that the optimiser holds when it is first
             read (NaN for SAM).
     """
@@ -36,6 +37,7 @@ class Stats:
         self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
         self._loss_told = loss is not None
 
+    rho: float = math.nan
     _squared = False  # whether norms are still to be taken the root of
     _read: list[float] | None = None
     _damped_share: float | None = None
@@ -111,7 +113,7 @@ class Stats:
 
     def as_dict(self) -> dict[str, float]:
         """All of it, for a logger."""
-        names = ("loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share")
+        names = ("loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share", "rho")
         return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:

@@ -75,6 +75,9 @@ class Step:
     rows: dict[Tensor, Rows] = field(default_factory=dict)  # of weights of which only the direction counts
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
     stats: Stats | None = None
+    most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
+    held_out: Tensors | None = None  # a sample of the gradient of a held-out loss, where ρ learns of it
+    pushed: Tensors | None = None  # and of ρ∇T
     after: list[Callable[[], None]] = field(default_factory=list)  # what is written into the state after the update
 
     @property
@@ -139,13 +142,23 @@ def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Te
     return course.found
 
 
+def limit_of(most: float, gradient: Tensor, penalty: Tensor) -> Tensor:
+    """What scales ρ∇T down to the most of ‖∇L‖ that it may have, given both norms."""
+    return torch.where(penalty > most * gradient, most * gradient / penalty, torch.ones_like(penalty))
+
+
 def combine(step: Step) -> None:
     """Add the penalty to the gradient, put the sum where the base optimiser looks for it, and note their lengths."""
     params, gradients = step.params, step.gradients
     total, norms = gradients, [tensors.norm(gradients)]
     if step.penalty is not None:
         total, step.penalty = step.penalty, None
-        norms.append(tensors.norm(total))
+        size = tensors.norm(total)
+        if step.most is not None:
+            factor = limit_of(step.most, norms[0], size)
+            tensors.scale_(total, factor)
+            size = size * factor
+        norms.append(size)
         torch._foreach_add_(total, gradients)
         norms.append(tensors.norm(total))
     for p, gradient in zip(params, total, strict=True):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gtracer import checks
 from gtracer.curvature import FIRST_GRADIENT, Choice, Estimator, chosen, gradient_magnitude, has_finite_difference
+from gtracer.optim.auto import AUTO, controller_of
 from gtracer.optim.documentation import documented
 from gtracer.optim.engines import Engine, Exact, FiniteDifference
 from gtracer.optim.keywords import checked_keywords
@@ -19,7 +20,7 @@ from gtracer.optim.refusals import check_base
 from gtracer.optim.reuse import Decayed, Reuse, reuse_of
 from gtracer.optim.rules import TorchRule
 from gtracer.optim.transforms import Clip, Transform, transforms_of
-from gtracer.penalty import BETA, DELTA, RHO
+from gtracer.penalty import BETA, DELTA
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -45,7 +46,7 @@ class Tracer(TwoPassOptimizer):
         self,
         base_optimizer: torch.optim.Optimizer,
         *,
-        rho: float = RHO,  # ρ, Algorithm 1
+        rho: float | Literal["auto"] = AUTO,  # ρ, Algorithm 1
         beta: float = BETA,  # β
         delta: float = DELTA,  # δ
         f0: float | str = FIRST_GRADIENT,  # f₀
@@ -60,6 +61,7 @@ class Tracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         check_base(base_optimizer, TwoPassOptimizer)
         checks.kind("model", model, (nn.Module, type(None)))
@@ -70,6 +72,7 @@ class Tracer(TwoPassOptimizer):
             method=method,
             rule=TorchRule(base_optimizer, run=method.run),
             transforms=transforms_of(clip, transforms),
+            controller=controller_of(held_out),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,
@@ -104,7 +107,7 @@ class SGDTracer(TwoPassOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         fused: bool | None = None,
-        rho: float = RHO,
+        rho: float | Literal["auto"] = AUTO,
         beta: float = BETA,
         delta: float = DELTA,
         f0: float | str = FIRST_GRADIENT,
@@ -119,6 +122,7 @@ class SGDTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         checks.learning_rate(lr)
         checks.number("momentum", momentum, low=0)
@@ -147,6 +151,7 @@ class SGDTracer(TwoPassOptimizer):
             method=method,
             rule=TorchRule(base, run=method.run),
             transforms=transforms_of(clip, transforms),
+            controller=controller_of(held_out),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,

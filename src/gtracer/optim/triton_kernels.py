@@ -147,30 +147,32 @@ def total_kernel(
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Σ(∇L + ρ∇T)² over a block, for what has to be known of all before any is updated."""
+    """Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over a block, for what has to be known of all before any is updated."""
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
         if full == FULL:
             g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
             found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
-            total = g + pushed(found, g, reached, radius, factor, AGAIN)
-            tl.store(sums + tl.program_id(0), tl.sum(total * total))
+            penalty = pushed(found, g, reached, radius, factor, AGAIN)
+            total = g + penalty
+            tl.store(sums + 2 * tl.program_id(0), tl.sum(penalty * penalty))
+            tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(total * total))
 
 
 @triton.jit
 def finish_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, shrink, healthy, lr, sums,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, limit, shrink, healthy, lr, sums,
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
-    CLIPPED: tl.constexpr, GUARDED: tl.constexpr,
+    CLIPPED: tl.constexpr, GUARDED: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
-    is to be KEPT, the new one is put in the row behind them. Where it is CLIPPED, the total is shrunk. GUARDED, it is
-    only moved back where a number is not `healthy`. The average learns of ∇L, or of the WHOLE total. SGD's momentum is
-    `beta1`, its β is `less2`, and `less` is 1 − β.
+    is to be KEPT, the new one is put in the row behind them. LIMITED, it is shrunk first. Where it is
+    CLIPPED, the total is shrunk. GUARDED, it is only moved back where a number is not `healthy`. The average learns of
+    ∇L, or of the WHOLE total. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -180,6 +182,8 @@ def finish_kernel(
             v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
             found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
             penalty = pushed(found, g, reached, radius, factor, AGAIN)
+            if LIMITED:
+                penalty *= tl.load(limit)
             if not AGAIN:
                 x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
                 w -= finite(scale(reached, radius) * rho * x)
@@ -302,18 +306,26 @@ class Launched:
         self._keeps = kept is not None
 
     def total(self, reached: Tensor, radius: float) -> Tensor:
-        """The sum of (∇L + ρ∇T)². Args: as for the displacement."""
-        sums = self._sums(1)
+        """The sums of (ρ∇T)² and of (∇L + ρ∇T)². Args: as for the displacement."""
+        sums = self._sums(2)
         self._launch(total_kernel, reached, radius, self._second.addresses, self._factor, sums, **self._source)
-        return sums.sum()
+        return sums.sum(0)
 
-    def finish_(self, reached: Tensor, radius: float, shrink: Tensor | None, healthy: Tensor | None) -> Tensor:
+    def finish_(
+        self,
+        reached: Tensor,
+        radius: float,
+        limit: Tensor | None = None,
+        shrink: Tensor | None = None,
+        healthy: Tensor | None = None,
+    ) -> Tensor:
         """Undo the displacement and make the update with ∇L + ρ∇T.
 
         Args:
             reached: As for the displacement.
             radius: Likewise.
-            shrink: What ∇L + ρ∇T is multiplied by, if by anything.
+            limit: What ρ∇T is multiplied by, if by anything.
+            shrink: What ∇L + ρ∇T is, then.
             healthy: 1, or 0 where the update is not to be made; None where nobody has looked.
 
         Returns:
@@ -323,14 +335,13 @@ class Launched:
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        pointers = (
-            lr if shrink is None else shrink,
-            lr if healthy is None else healthy,
-        )  # some place, that is not read
+        pointers = [
+            lr if number is None else number for number in (limit, shrink, healthy)
+        ]  # else some place, not read
         given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
         kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
-        kind["GUARDED"] = healthy is not None
+        kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None}
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums.sum(0)
 

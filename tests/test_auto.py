@@ -1,0 +1,282 @@
+"""`rho="auto"`: against a slow twin, through resumes, and on the kind of net that a fixed default killed."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gtracer import AdamWTracer, RhoScheduler, SGDTracer, Tracer, linear_warmup
+from gtracer.optim import auto
+from gtracer.optim.auto import Controller
+
+STEPS = 160
+
+
+def net(norm=True):
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(steps=STEPS, first=0):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(200, 5, generator=generator).double()
+    y = (x[:, :3] * 3 + 0.3 * torch.randn(200, 3, generator=generator)).argmax(1)  # can be learnt, and not in full
+    for step in range(first, first + steps):
+        rows = torch.randperm(200, generator=torch.Generator().manual_seed(step))[:20]
+        yield x[rows], y[rows]
+
+
+MAKERS = {
+    "sgd": lambda m, **own: SGDTracer(m.parameters(), lr=0.1, momentum=0.9, model=m, **own),
+    "adamw": lambda m, **own: AdamWTracer(m.parameters(), lr=0.01, model=m, **own),
+    "rmsprop": lambda m, **own: Tracer(torch.optim.RMSprop(m.parameters(), lr=0.003), model=m, **own),
+}
+
+
+def train(model, opt, data, how="closure"):
+    """ρ of every step, and what the gradients were; by a closure, or in a loop of one's own."""
+    rhos, seen = [], []
+    for x, y in data:
+        rhos.append(opt.param_groups[0]["rho"])
+        if how == "closure":
+            loss = opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+        else:
+            opt.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            with opt.perturbed(loss=loss):
+                cross_entropy(model(x), y).backward()
+            opt.step()
+        seen.append((loss.item(), opt.stats.as_dict()))
+    return rhos, seen
+
+
+class Twin:
+    """What ρ is to be, from gradients and losses alone: the rule, written out once more."""
+
+    def __init__(self):
+        self.log_rho, self.average, self.total, self.before = math.log(3e-5), 0.0, 0.0, None
+        self.loss, self.first, self.count = None, math.inf, 0
+
+    def rho(self):
+        return math.exp(self.log_rho) * min(1, max(0, (self.count - 20) / 80))
+
+    def note(self, g, loss):
+        self.loss = loss if self.loss is None else 0.95 * self.loss + 0.05 * loss
+        if self.count < 5:
+            self.first = min(self.first, loss)
+        self.total = self.total + g
+        if self.count % 10 == 9:
+            if self.before is not None:
+                cosine = float(self.before @ self.total / self.before.norm() / self.total.norm())
+                self.average = 0.8 * self.average + 0.2 * cosine
+                push = 0.3 - self.average
+                if push > 0:
+                    push *= min(1, max(0, (1 - self.loss / self.first - 0.2) / 0.2))
+                if self.count >= 100:
+                    moved = self.log_rho + 2 * min(0.1, max(-0.1, push))
+                    self.log_rho = min(math.log(1e-2), max(math.log(1e-5), moved))
+                self.before = 0.5 * self.before + 0.5 * self.total
+            else:
+                self.before = self.total
+            self.total = 0.0
+        self.count += 1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("how", ["closure", "loop"])
+def test_it_follows_the_twin(name, how, monkeypatch):
+    model = net()
+    opt, twin, gradients = MAKERS[name](model), Twin(), []
+    note = Controller.note
+    monkeypatch.setattr(
+        Controller,
+        "note",
+        lambda self, opt, step: (
+            gradients.append(torch.cat([g.flatten().clone() for g in step.gradients])) or note(self, opt, step)
+        ),
+    )
+    rhos, seen = train(model, opt, batches(), how)
+    expected = []
+    for g, (loss, _) in zip(gradients, seen, strict=True):
+        expected.append(twin.rho())
+        twin.note(g, loss)
+    assert rhos == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    assert rhos[20] == 0 < rhos[21] < rhos[99]
+    assert len(set(rhos[101:])) > 3  # it moves
+    assert seen[50][1]["rho"] == rhos[50]
+
+
+def test_the_first_steps_are_the_base_optimisers():
+    """ρ = 0 in them, to the bit and at its price."""
+    model, plain = net(norm=False), net(norm=False)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    opt, sgd = MAKERS["sgd"](model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(5)
+    train(model, opt, batches(20))
+    torch.manual_seed(5)
+    for x, y in batches(20):
+        sgd.zero_grad()
+        cross_entropy(plain(x), y).backward()
+        sgd.step()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert len(calls) == 20
+
+
+def test_the_penalty_is_never_more_than_twice_the_gradient():
+    model = net()
+    opt = MAKERS["sgd"](model)
+    opt.param_groups[0]["rho"] = 100.0  # as if it had risen so far
+    (x, y), *_ = batches(1)
+    opt.step(lambda: cross_entropy(model(x), y))
+    assert opt.stats.penalty_ratio == pytest.approx(2.0, rel=1e-9)
+    fixed = MAKERS["sgd"](net(), rho=100.0)
+    fixed.step(lambda: cross_entropy(fixed.model(x), y))
+    assert fixed.stats.penalty_ratio > 100  # a number is Algorithm 1 to the letter
+
+
+def held_out_of(model, kind):
+    """The loss of a held-out batch, that draws random numbers."""
+    x, y = next(iter(batches(1, first=1000)))
+    return (lambda: cross_entropy(model(x), y)) if kind else None
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+def test_saved_and_loaded_it_goes_on(name, held):
+    """Bit for bit, also within a window of ten steps."""
+    straight = net()
+    opt = MAKERS[name](straight, held_out=held_out_of(straight, held))
+    torch.manual_seed(3)
+    rhos, _ = train(straight, opt, batches())
+    half = net()
+    first = MAKERS[name](half, held_out=held_out_of(half, held))
+    torch.manual_seed(3)
+    train(half, first, batches(127))
+    random = torch.get_rng_state()
+    saved = copy.deepcopy({"model": half.state_dict(), "opt": first.state_dict()})
+    again = net()
+    second = MAKERS[name](again, held_out=held_out_of(again, held))
+    again.load_state_dict(saved["model"])
+    second.load_state_dict(saved["opt"])
+    torch.set_rng_state(random)
+    later, _ = train(again, second, batches(STEPS - 127, first=127))
+    assert later == rhos[127:]
+    assert all(map(torch.equal, straight.state_dict().values(), again.state_dict().values()))
+
+
+def test_held_out_data_leaves_no_trace_but_rho():
+    """Statistics and random numbers are those of training without: as long as ρ is the same, so is all."""
+    found = []
+    for held in (False, True):
+        model = net()
+        opt = MAKERS["sgd"](model, held_out=held_out_of(model, held))
+        opt.param_groups[0]["rho"] = 0.01
+        opt.controller = Controller(opt.controller.held_out, wait=0, rise=10**9, every=1)
+        torch.manual_seed(3)
+        train(model, opt, batches(2))
+        found.append([*model.state_dict().values(), torch.get_rng_state()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("sign", "rises"), [(1.0, True), (-1.0, False)])
+def test_rho_rises_where_the_penalty_lowers_the_held_out_loss(sign, rises):
+    """A held-out loss whose slope is ∇T's, or its contrary: dL_held/dρ = −lr ⟨∇L_held, ∇T⟩."""
+    curved = torch.tensor([10.0, 0.1]).double()
+    w = nn.Parameter(torch.tensor([0.01, 10.0]).double())
+    opt = SGDTracer([w], lr=0.0, delta=0.1, held_out=lambda: sign * (w * slope).sum())
+    g = (curved * w).detach()
+    slope = curved * g / (g**2 + 0.1)  # along ∇T, hardly along ∇L
+    for _ in range(200):
+        opt.step(lambda: (curved * w**2).sum() / 2)
+    start, end = opt.controller.start, opt.param_groups[0]["rho"]
+    assert (end > 2 * start) if rises else (end < start / 2)
+
+
+def test_a_group_with_a_number_keeps_it():
+    model = net()
+    groups = [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "rho": 0.007}]
+    opt = SGDTracer(groups, lr=0.1, model=model)
+    train(model, opt, batches(130))
+    assert opt.param_groups[1]["rho"] == 0.007
+    assert 0 < opt.param_groups[0]["rho"] != 0.007
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2).double())]})
+    assert opt.param_groups[2]["rho"] == 0.0
+    train(model, opt, batches(2))
+    assert opt.param_groups[2]["rho"] == opt.param_groups[0]["rho"]
+
+
+def test_many_coordinates_are_compared_in_a_sample(monkeypatch):
+    """Of a fixed size, whatever the net's; small nets are compared in full."""
+    monkeypatch.setattr(auto, "SAMPLED", 20)
+    model = net()
+    opt = MAKERS["sgd"](model)
+    train(model, opt, batches(30))
+    kept = sum(s["rho_sum"].numel() for s in opt.state.values())
+    assert kept <= 20 + len(list(model.parameters()))
+
+
+def test_what_cannot_be():
+    model = net()
+    opt = MAKERS["sgd"](model)
+    with pytest.raises(ValueError, match="sets its ρ itself"):
+        RhoScheduler(opt, linear_warmup(3))
+    with pytest.raises(ValueError, match="held_out must be a function"):
+        MAKERS["sgd"](model, held_out=0.1)
+    with pytest.raises(ValueError, match="rho must be"):
+        MAKERS["sgd"](model, rho="automatic")
+    train(model, opt, batches(1))
+    from gtracer.optim.refusals import check_capture
+
+    with pytest.raises(RuntimeError, match="rho = 'auto' moves ρ outside of the graph"):
+        check_capture(opt)
+
+
+def test_a_checkpoint_with_a_number_counts():
+    """ρ of a checkpoint is that of the run which wrote it."""
+    model = net()
+    fixed = MAKERS["sgd"](model, rho=0.02)
+    train(model, fixed, batches(3))
+    opt = MAKERS["sgd"](model)
+    opt.load_state_dict(fixed.state_dict())
+    assert not opt.sets_rho
+    assert opt.param_groups[0]["rho"] == 0.02
+
+
+@pytest.mark.parametrize("rho", ["auto", 0.003])
+def test_a_small_convolutional_net_with_batch_norm(rho):
+    """A violent start kills its last layer for good, at ρ 0.003, which was the default once."""
+    torch.manual_seed(0)
+    shapes = torch.zeros(4, 1, 16, 16)
+    shapes[0, :, 4:12, 4:12], shapes[1, :, 7:9, 2:14], shapes[2, :, 2:14, 7:9] = 1.0, 1.0, 1.0
+    shapes[3, :, range(2, 14), range(2, 14)] = 2.0
+    y = torch.arange(400) % 4
+    x = shapes[y] + 0.7 * torch.randn(400, 1, 16, 16)
+    layers = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
+    layers += nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    model = nn.Sequential(*layers, nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 4))
+    opt = SGDTracer(model.parameters(), lr=0.02, momentum=0.9, rho=rho, model=model)
+    for step in range(140):
+        rows = torch.randint(300, (50,), generator=torch.Generator().manual_seed(step))
+        opt.step(lambda a, b: cross_entropy(model(a), b), x[rows], y[rows])
+    model.eval()
+    accuracy = (model(x[300:]).argmax(1) == y[300:]).double().mean().item()
+    assert (accuracy > 0.9) if rho == "auto" else (accuracy < 0.5)
+
+
+def test_a_step_that_is_skipped_leaves_no_trace():
+    """On the device it is found late: what was added of it is left out of the next decision."""
+    model = net()
+    opt = MAKERS["sgd"](model, nonfinite="skip")
+    train(model, opt, batches(104))
+    first = next(iter(model.parameters()))
+    opt.state[first]["rho_sum"][0] = math.nan  # as the kernels would leave it
+    train(model, opt, batches(40, first=104))
+    assert all(torch.isfinite(t).all() for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+    assert math.isfinite(opt.param_groups[0]["rho"])
