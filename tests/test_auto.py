@@ -280,3 +280,29 @@ def test_a_step_that_is_skipped_leaves_no_trace():
     train(model, opt, batches(40, first=104))
     assert all(torch.isfinite(t).all() for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor))
     assert math.isfinite(opt.param_groups[0]["rho"])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_in_parts_it_moves_too(held):
+    """Every way of taking a batch in parts has the cap and learns from held-out data."""
+    from gtracer.curvature import micro_batch
+    from gtracer.experimental import vectorised_micro_batch
+
+    for own, words in (
+        ({}, {"penalty": "each"}),
+        ({"curvature": micro_batch(10)}, None),
+        ({"curvature": vectorised_micro_batch(10)}, None),
+    ):
+        model = net()
+        opt = MAKERS["sgd"](model, held_out=held_out_of(model, held), **own)
+        for x, y in batches(140):
+            loss_of = lambda x, y, model=model: cross_entropy(model(x), y)  # noqa: E731
+            if words:
+                opt.step(loss_of, batches=list(zip(x.split(10), y.split(10), strict=True)), **words)
+            else:
+                opt.step(loss_of, x, y)
+        assert opt.param_groups[0]["rho"] != pytest.approx(opt.controller.start, rel=1e-6)
+        opt.param_groups[0]["rho"] = 100.0
+        if words is None:
+            opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
+            assert opt.stats.penalty_ratio == pytest.approx(2.0, rel=1e-6)

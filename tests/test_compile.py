@@ -53,7 +53,7 @@ def test_a_compiled_model(name, backend):
 @pytest.mark.filterwarnings("ignore")
 def test_the_exact_engine_says_that_it_cannot():
     model = nn.Linear(5, 3)
-    opt = SGDTracer(model.parameters(), engine="exact")
+    opt = SGDTracer(model.parameters(), rho=0.003, engine="exact")
     called = torch.compile(model, backend="aot_eager")
     with pytest.raises(RuntimeError, match="engine='finite-difference'"):
         opt.step(lambda: cross_entropy(called(torch.randn(4, 5)), torch.zeros(4, dtype=torch.long)))

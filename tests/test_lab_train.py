@@ -386,10 +386,10 @@ def test_every_hyperparameter_reaches_the_optimiser():
         with pytest.raises(LabError, match=f"second_moment = 'loss' is for adam-tracer .*, not {other}"):
             optimizers.build(replace(fed, optimizer=other), nn.Linear(2, 2))
     for name in ("sgd-tracer", "adamw-tracer", "rmsprop-tracer"):  # texts are for encoders that were trained before
-        for task, rho in (("digits", 0.003), ("rte", 6e-5), ("films.csv", 6e-5)):
+        for task, rho in (("digits", "auto"), ("rte", 6e-5), ("films.csv", 6e-5)):
             for given, expected in ((None, rho), (0.1, 0.1)):
                 built = optimizers.build(Config(task=task, optimizer=name, rho=given), nn.Linear(2, 2))
-                assert built.param_groups[0]["rho"] == expected
+                assert ("auto" if built.sets_rho else built.param_groups[0]["rho"]) == expected
     asam = optimizers.build(replace(SMALL, optimizer="asam", eta=0.7), nn.Linear(2, 2))
     assert asam.method.eta == 0.7
     for name in ("adam-tracer", "rmsprop-tracer", "asam"):
@@ -726,3 +726,8 @@ def test_an_unknown_estimator_lists_the_near_ones(name):
 def test_an_estimator_that_the_model_cannot_have_is_one_clear_line(tmp_path):
     with pytest.raises(LabError, match=r"'sgd-tracer': layer '2' \(BatchNorm1d\)"):
         train(replace(SMALL, model="mlp-bn", curvature="per-example"), tmp_path / "run", [])
+
+
+def test_a_rho_that_sets_itself_has_no_warm_up(tmp_path):
+    with pytest.raises(LabError, match=r"rho_warmup = 0\.5 needs a number for rho"):
+        train(replace(SMALL, optimizer="sgd-tracer", rho=None, rho_warmup=0.5), tmp_path, [])

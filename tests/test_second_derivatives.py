@@ -125,7 +125,7 @@ class Kernels(TorchDispatchMode):
 def test_an_exact_step_is_nine_convolutions_a_layer():
     """SGD's step has three; torch's double backward slides gradients as large as the image."""
     net, x, y = small_net()
-    opt = SGDTracer(net.parameters(), model=net, engine="exact")
+    opt = SGDTracer(net.parameters(), rho=0.003, model=net, engine="exact")
     opt.step(lambda: functional.cross_entropy(net(x), y))
     with Kernels() as kernels:
         opt.step(lambda: functional.cross_entropy(net(x), y))
@@ -136,6 +136,6 @@ def test_an_exact_step_is_nine_convolutions_a_layer():
 
 def test_batch_norm_in_the_numerator_of_hutchinson_is_still_refused():
     net, x, y = small_net()
-    opt = SGDTracer(net.parameters(), model=net, curvature=hutchinson(), average=gradient_magnitude)
+    opt = SGDTracer(net.parameters(), rho=0.003, model=net, curvature=hutchinson(), average=gradient_magnitude)
     with pytest.raises(ValueError, match="third derivative of BatchNorm"):
         opt.step(lambda: functional.cross_entropy(net(x), y))

@@ -104,7 +104,7 @@ def manual_step(
     def all_passes() -> None:
         one_pass()
         for _ in range(opt.second_pass_due * (1 + opt.is_central)):
-            with opt.perturbed(scaler=scaler):
+            with opt.perturbed(scaler=scaler, loss=losses[0]):
                 one_pass()
 
     # With a scaler Lightning calls the closure itself, once; without, the optimiser does, once for every pass.

@@ -19,6 +19,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.record import NAME, Record
 from gtracer.lab.run import CHECKPOINT, Run, device_of
+from gtracer.lab.tasks import is_text
 from gtracer.lab.train import record_in, stop_on_interrupt
 from gtracer.lab.workers import Cell, Event, told
 from gtracer.optim import TwoPassOptimizer
@@ -328,8 +329,10 @@ def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _refuse_what_cannot_be_replayed(config: Config) -> None:
-    base, _ = optimizers.parsed(config.optimizer)
+    base, scheme = optimizers.parsed(config.optimizer)
+    by_itself = scheme == "tracer" and config.rho is None and not is_text(config.task)
     reasons = {
+        "a ρ that sets itself changes on the CPU, set rho": by_itself and device_of(config.device).type == "cuda",
         f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),
         "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
     }

@@ -95,6 +95,8 @@ class Run:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
         self.rho_schedule = None
         if config.rho_warmup and isinstance(self.optimizer, TwoPassOptimizer):
+            if self.optimizer.sets_rho:
+                raise LabError(f"rho_warmup = {config.rho_warmup} needs a number for rho: without one ρ sets itself")
             self.rho_schedule = RhoScheduler(self.optimizer, linear_warmup(max(1, round(config.rho_warmup * total))))
         self.generator: torch.Generator | None = None  # of the augmentation, where it is not everybody's
         self.epoch, self.step = 0, 0  # of the step to come

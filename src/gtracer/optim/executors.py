@@ -85,7 +85,7 @@ def _of_each(opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Par
         pool.join_processes(around.params, processes.group_of(opt.model))
         processes.as_first(opt.model)
     step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
-    step.rows = last.rows
+    step.rows, step.most, step.held_out = last.rows, last.most, last.held_out
     return step
 
 

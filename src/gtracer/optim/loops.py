@@ -11,9 +11,8 @@ from torch import Tensor
 
 from gtracer import tensors
 from gtracer.optim import refusals
-from gtracer.optim.auto import held_out_gradient
 from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
-from gtracer.optim.step import COUNT, Course, Step, drive
+from gtracer.optim.step import Course, Step, drive
 from gtracer.scopes import RandomState, uninterrupted
 from gtracer.tensors import Tensors
 
@@ -86,10 +85,7 @@ def _begun(
     step = opt._begin(First(loss), due=opt.second_pass_due)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
-    if opt.controller is not None and opt.sets_rho:
-        step.most = opt.controller.most
-        if opt.controller.wants_held_out(opt.param_groups[0][COUNT]):
-            step.held_out = held_out_gradient(opt.controller, step.params, around, scaler)
+    opt._look_at_held_out_data(step, around, scaler)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
     return Pending(step, course)

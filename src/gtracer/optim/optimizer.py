@@ -299,10 +299,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if not is_capturing():
             self._drawn = evaluator.around.random, RandomState(evaluator.around.devices)
-        if self.controller is not None and self.sets_rho:
-            step.most = self.controller.most
-            if self.controller.wants_held_out(self.param_groups[0][COUNT]):
-                step.held_out = held_out_gradient(self.controller, step.params, evaluator.around, call.scaler)
+        if self.sets_rho:
+            self._look_at_held_out_data(step, evaluator.around, call.scaler)
         if fuse and step.slices:
             executors.fuse(self, step)
         if step.kernels is not None:
@@ -315,6 +313,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step.renewed = step.penalty is not None
         return step
 
+    def _look_at_held_out_data(self, step: Step, around: Surroundings, scaler: torch.amp.GradScaler | None) -> None:
+        """Its gradient at the weights of the step, where ρ wants it."""
+        wanted = self.controller is not None and self.controller.wants_held_out(self.param_groups[0][COUNT])
+        if self.controller is not None and wanted and self.sets_rho:
+            step.held_out = held_out_gradient(self.controller, step.params, around, scaler)
+
     def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None) -> Step:
         """Collect the gradients of the first pass."""
         slices = []
@@ -325,6 +329,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
         told = found.told.detach() if isinstance(found.told, Tensor) else found.told
         step = Step(slices, told, due=due and bool(slices), evaluation=found.evaluation)
+        if self.sets_rho and self.controller is not None:
+            step.most = self.controller.most
         if found.measured is not None:
             note_curvature(step, found.measured)
         if found.compared is not None:
