@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits, make_classification
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from gtracer import AdamTracer, SGDTracer
+from gtracer import AdamTracer, NonFiniteError, SGDTracer
 from gtracer.optim import TwoPassOptimizer
 
 BATCH, HELD_OUT = 50, 0.1
@@ -199,12 +199,16 @@ def run(name: str, method: str, seed: int) -> dict[str, Any]:
     steps = len(train_y) // BATCH
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, problem.epochs * steps)
     rhos = []
-    for _ in range(problem.epochs):
-        for rows in batches(len(train_y)):
-            step(opt, model, train_x[rows], train_y[rows])
-            schedule.step()
-        rhos.append(opt.param_groups[0].get("rho", 0.0))
-    return {"problem": name, "method": method, "seed": seed, "test": score(model, x[count:], y[count:]), "rho": rhos}
+    result: dict[str, Any] = {"problem": name, "method": method, "seed": seed, "test": None, "rho": rhos}
+    try:
+        for _ in range(problem.epochs):
+            for rows in batches(len(train_y)):
+                step(opt, model, train_x[rows], train_y[rows])
+                schedule.step()
+            rhos.append(opt.param_groups[0].get("rho", 0.0))
+    except NonFiniteError:  # diverged
+        return result
+    return result | {"test": score(model, x[count:], y[count:])}
 
 
 def batches(size: int) -> Iterator[Tensor]:
@@ -235,9 +239,11 @@ def print_table(runs: list[dict[str, Any]], methods: list[str]) -> None:
     for name in PROBLEMS:
         cells = []
         for method in methods:
-            found = [r["test"] for r in runs if (r["problem"], r["method"]) == (name, method)]
-            spread = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-            cells.append(f"{statistics.mean(found):.1f} ± {spread:.1f}" if found else "not run")
+            own = [r["test"] for r in runs if (r["problem"], r["method"]) == (name, method)]
+            found = [test for test in own if test is not None]
+            spread = f" ± {statistics.stdev(found) / math.sqrt(len(found)):.1f}" if len(found) > 1 else ""
+            lost = f" ({len(own) - len(found)} of {len(own)} diverged)" if len(found) < len(own) else ""
+            cells.append(f"{statistics.mean(found):.1f}{spread}{lost}" if found else lost or "not run")
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 

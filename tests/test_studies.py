@@ -1,5 +1,6 @@
 """The studies' scripts, on a single epoch: what they choose, and what they print of it."""
 
+import importlib
 import json
 import re
 import statistics
@@ -201,3 +202,21 @@ def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, pictur
     assert problems == []
     drawn = {made.name: made.svg for made in pictures(found)}[picture]
     assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
+
+
+def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
+    """docs/choosing-rho.md, to the digit; README's two sentences follow from it."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("rho_auto")
+    runs = [
+        json.loads(line) for line in (STUDIES.parent / "records" / "rho-auto" / "runs.jsonl").read_text().splitlines()
+    ]
+    module.print_table(runs, ["base", "0.003", "auto", "auto, held out"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    text = (STUDIES.parent / "docs" / "choosing-rho.md").read_text().replace("**", "")
+    assert len(rows) == 16
+    assert all(row in text for row in rows)
+    means = [[float(cell.split()[0]) for cell in row.split("|")[2:5]] for row in rows]
+    assert max(base - auto for base, _, auto in means) == pytest.approx(0.6)
+    assert 20 < max(auto - base for base, _, auto in means) <= 25
+    assert max(base - fixed for base, fixed, _ in means) == pytest.approx(50.7)
