@@ -306,3 +306,13 @@ def test_in_parts_it_moves_too(held):
         if words is None:
             opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
             assert opt.stats.penalty_ratio == pytest.approx(2.0, rel=1e-6)
+
+
+def test_a_parameter_that_is_not_always_there():
+    """What is known is kept with one that is missing in some steps; it is not learnt anew."""
+    model = net()
+    opt = MAKERS["sgd"](model)
+    for step, (x, y) in enumerate(batches(150)):
+        model[0].weight.requires_grad_(step % 3 != 1)
+        opt.step(lambda x=x, y=y: cross_entropy(model(x), y))
+    assert sum("rho_numbers" in state for state in opt.state.values()) == 1

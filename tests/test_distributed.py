@@ -166,6 +166,27 @@ def test_a_static_graph_cannot_be_taken_in_parts():
     assert all("static_graph=True" in message for message in together(refused_statically))
 
 
+def rho_by_itself(rank, held):
+    model = DistributedDataParallel(network())
+    x, y = batches()[0]
+    own = {"held_out": lambda: cross_entropy(model(x[half(1 - rank)]), y[half(1 - rank)])} if held else {}
+    opt = SGDTracer(model.parameters(), lr=0.5, momentum=0.9, model=model, **own)
+    rhos = []
+    for _ in range(140):
+        opt.step(lambda: cross_entropy(model(x[half(rank)]), y[half(rank)]))
+        rhos.append(opt.param_groups[0]["rho"])
+    return rhos, flat(model.parameters())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_all_processes_set_the_same_rho(held):
+    """Though each has losses of its own."""
+    (ours, weights), (theirs, others) = together(rho_by_itself, held)
+    assert ours == theirs
+    assert torch.equal(weights, others)
+    assert ours[-1] not in (0.0, ours[99])
+
+
 def test_clipping_is_by_the_global_norm():
     clip = {"clip": Clip(norm=0.05)}
     agree(together(ddp, "SGDTracer", clip, {}), alone("SGDTracer", **clip))

@@ -331,3 +331,27 @@ def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
         for kind, aligned in (("adam", True), ("sgd", True), ("adam", False))
     ]
     assert done.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+@pytest.mark.parametrize("clip", [None, Clip(norm=0.3)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("rho", [50.0, 0.02])
+def test_the_cap_of_a_rho_that_sets_itself(cls, clip, rho, finished):
+    """‖ρ∇T‖ is cut off at twice ‖∇L‖, before clipping, as in many kernels; and ρ then moves alike."""
+    found = []
+    for implementation in ("fused", "foreach"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+        x, y = torch.randn(16, 5, device=DEVICE), (torch.arange(16) % 3).to(DEVICE)
+        opt = cls(model.parameters(), 0.01, model=model, clip=clip, implementation=implementation)
+        ratios = []
+        for _ in range(12):
+            opt.param_groups[0]["rho"] = rho
+            opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
+            ratios.append(opt.stats.penalty_ratio)
+        assert (max(ratios) == pytest.approx(2.0, rel=1e-3)) == (rho == 50.0)
+        sums = [opt.state[p]["rho_before"] for p in model.parameters()]
+        found.append([p.detach() for p in model.parameters()] + sums)
+    assert len(finished) == 12
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)

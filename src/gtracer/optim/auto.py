@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 AUTO: Literal["auto"] = "auto"
 IS_AUTO = "rho_is_auto"  # in a group: whether its ρ sets itself
-NUMBERS = "rho_numbers"  # in the state of the first parameter: what a controller knows, on its device
+NUMBERS = "rho_numbers"  # in the state of one parameter: what a controller knows, on its device
 SAMPLED = 2**20  # coordinates that the gradients are compared in, of nets with more
 State = dict[Tensor, dict[str, Any]]
 
@@ -82,7 +82,8 @@ class Controller:
         if not parts:
             return
         params = [p for part in parts for p in part.params]
-        numbers = _numbers(state, params[0], self.start)
+        known = (p for group in opt.param_groups for p in group["params"] if NUMBERS in state.get(p, {}))
+        numbers = _numbers(state, next(known, params[0]), self.start)
         if self.held_out is None:
             gradients = sampled([g for part in parts for g in part.gradients])
             _add(state, "rho_sum", params, gradients, keep=1.0, weight=1.0)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from gtracer.optim.triton_kernels import Launched
 
 IMPLEMENTATIONS = ("auto", "foreach", "compiled", "fused")
+AT_REST = "ρ = 0: the base optimiser makes the step itself"
 
 
 # Every part by itself.
@@ -198,7 +199,7 @@ def why_not_fused(
         "maximize=True": any(group.get("maximize") for group in groups),
         "dampening": any(group.get("momentum") and group.get("dampening") for group in groups),
         "weight decay that is coupled to Adam": _couples_decay(rule),
-        "ρ = 0: the base optimiser makes the step itself": not any(rho_of(group) for group in groups),
+        AT_REST: not any(rho_of(group) for group in groups),
         "a loop with perturbed() leaves its gradient for others to read": call is not None and call.closure is None,
         "batches= or penalty='each'": call is not None and (call.parts is not None or call.each),
         "a GradScaler looks at the gradient first": call is not None and call.scaler is not None,

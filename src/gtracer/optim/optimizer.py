@@ -122,7 +122,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         refusals.check_model(model, base)
         super().__init__(base.param_groups, everything)
         self.param_groups, self.state = base.param_groups, base.state
-        if implementation == "fused" and (why := self._why_not_fused()):
+        if implementation == "fused" and (why := self._why_not_fused()) not in (None, executors.AT_REST):
             raise ValueError(f"implementation = 'fused' cannot be: {why}. Use 'auto', which takes the next best")
         self._forget()
 

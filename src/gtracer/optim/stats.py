@@ -45,7 +45,7 @@ class Stats:
 
     @classmethod
     def of_squares(cls, loss: Tensor | None, reached: Tensor, sums: Tensor | None) -> Stats:
-        """From T and ‖∇L‖² behind something else, and ‖ρ∇T‖² and ‖∇L + ρ∇T‖², in as few calls as can be."""
+        """From T and ‖∇L‖² after something else, and ‖ρ∇T‖² and ‖∇L + ρ∇T‖², in as few calls as can be."""
         if sums is None or loss is None:
             norms = [None, None] if sums is None else list(sums.sqrt())
             return cls(loss, reached[1], reached[2].sqrt(), *norms)

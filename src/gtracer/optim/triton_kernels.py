@@ -170,7 +170,7 @@ def finish_kernel(
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
-    is to be KEPT, the new one is put in the row behind them. LIMITED, it is shrunk first. Where it is
+    is to be KEPT, the new one is put in the row after them. LIMITED, it is shrunk first. Where it is
     CLIPPED, the total is shrunk. GUARDED, it is only moved back where a number is not `healthy`. The average learns of
     ∇L, or of the WHOLE total. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
     """
@@ -241,7 +241,7 @@ class Launched:
         momenta: Adam's or SGD's; None without momentum.
         averages: f, or Adam's second moments.
         counts: Adam's steps so far, where it is Adam.
-        state: What of all that is new in the optimiser's state, to be kept behind the step.
+        state: What of all that is new in the optimiser's state, to be kept after the step.
         rho, delta: ρ and δ.
         f0: Of Adam alone: a number, or None for the first gradient. An f that is given holds it already.
         betas: Of the momenta and the averages: what is left of them.
