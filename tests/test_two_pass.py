@@ -1,11 +1,15 @@
 """The passes: both kinds of closure, none, what they leave behind, and misuse."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error, tanh_mlp
 from torch import nn
 
-from gtracer import SAM, AdamTracer, AdamWTracer, FiniteDifference, SGDTracer, Tracer
+from gtracer import SAM, AdamTracer, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer
+from gtracer.experimental import PreviousStep
 
 MAKERS = {
     "sgd": lambda p, **k: SGDTracer(p, lr=0.1, momentum=0.9, rho=0.01, **k),
@@ -363,3 +367,38 @@ def test_clipping_between_the_passes_and_the_step_is_honoured():
     opt.step()
     moved = sum(((a - b) ** 2).sum() for a, b in zip(made.weights(), before, strict=True)).sqrt()
     assert moved.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"rho": "auto"},
+        {"interval": 2, "reuse": 0.5},
+        {"reuse": PreviousStep()},
+        {"scale_free": True},
+        {"engine": "exact"},
+        {"clip": Clip(norm=0.1)},
+    ],
+    ids=str,
+)
+def test_a_step_is_gone_after_it(own, monkeypatch):
+    """At once, and not when Python's collector comes round: it holds copies of the weights."""
+    made = make(tanh_mlp)
+    opt = SGDTracer(made.model.parameters(), **({"lr": 0.1, "rho": 0.01} | own))
+    steps, begin = [], SGDTracer._begin
+
+    def noted(self, *args, **kwargs):
+        step = begin(self, *args, **kwargs)
+        steps.append(weakref.ref(step))
+        return step
+
+    monkeypatch.setattr(SGDTracer, "_begin", noted)
+    gc.disable()
+    try:
+        for i in range(4):
+            opt.step(lambda i=i: made.loss_of(i))
+            assert len(steps) == i + 1
+            assert all(step() is None for step in steps)
+    finally:
+        gc.enable()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -103,12 +103,12 @@ class PreviousStep:
     def recall(self, step: Step, state: State, since: int) -> Tensors | None:
         return None
 
-    def note(self, step: Step, state: State, damped: Damped) -> None:
+    def note(self, step: Step, state: State, damped: Callable[[Step, Slice], tuple[Tensors, float]]) -> None:
         for part in step.slices:
             part.gradients = tensors.clone(part.gradients)  # torch's update may write into them
 
-        def direct() -> None:  # with f after its update
-            found = [v for part in step.slices for v in direction(part.gradients, *damped(part))]
+        def direct(step: Step) -> None:  # with f after its update
+            found = [v for part in step.slices for v in direction(part.gradients, *damped(step, part))]
             keep(state, AHEAD, step.params, dict(zip(step.params, found, strict=True)))
 
         step.after.append(direct)

@@ -343,13 +343,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             step.pushed = tensors.clone(sampled(step.penalty))
         if step.rows:
             directions.turn_penalty_(step)
-            step.after.append(partial(directions.note, self.base.state, step))
+            step.after.append(partial(directions.note, self.base.state))
         if self.reuse is not None and step.penalty is None and any(part.hyper["rho"] for part in step.slices):
             step.penalty = self.reuse.recall(step, self.base.state, self.param_groups[0][COUNT] % self.interval)
         combine(step)
         self.stats = step.stats
         if self.reuse is not None:  # before clipping
-            self.reuse.note(step, self.base.state, partial(self._damped, step))
+            self.reuse.note(step, self.base.state, self._damped)
 
     def _apply(self, step: Step) -> None:
         """Move the weights, and write the state, last."""
@@ -362,7 +362,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 refusals.check_capture_of_lr(self.base)
             self.rule.update(step)
             for note in step.after:
-                note()
+                note(step)
         if self.stats is not None:
             self.stats.rho = self.param_groups[0][self._keys["rho"]]
         if self.controller is not None and self.sets_rho:

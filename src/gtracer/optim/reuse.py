@@ -53,7 +53,7 @@ class Decayed:
         found: dict[Tensor, Tensor] = {}
         if step.renewed:
             found = dict(zip(step.params, torch._foreach_sub(step.total, step.gradients), strict=True))
-        step.after.append(lambda: keep(state, LAST, step.params, found))
+        step.after.append(lambda step: keep(state, LAST, step.params, found))
 
 
 def keep(state: State, name: str, params: Tensors, values: dict[Tensor, Tensor]) -> None:

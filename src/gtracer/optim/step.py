@@ -78,7 +78,7 @@ class Step:
     most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
     held_out: Tensors | None = None  # a sample of the gradient of a held-out loss, where ρ learns of it
     pushed: Tensors | None = None  # and of ρ∇T
-    after: list[Callable[[], None]] = field(default_factory=list)  # what is written into the state after the update
+    after: list[Callable[[Step], None]] = field(default_factory=list)  # what writes into the state after the update
 
     @property
     def params(self) -> Tensors:
