@@ -245,3 +245,27 @@ def test_a_plain_adam_checkpoint_goes_on(cls):
     plain.step()
     opt.step(lambda: cross_entropy(twin(X), Y))
     assert torch.equal(flat(model.parameters()), flat(twin.parameters()))
+
+
+@pytest.mark.parametrize("own", [{"curvature": micro_batch(4)}, {}], ids=["micro-batches", "each"])
+def test_f0_costs_passes_in_the_first_step_only(own):
+    """Also where a parameter is frozen, or never used, and so never has an f."""
+    model, calls = net(), []
+    model[0].bias.requires_grad_(False)
+    unused, frozen = nn.Parameter(torch.ones(2).double()), nn.Parameter(torch.ones(2).double(), requires_grad=False)
+    groups = [{"params": [*model.parameters(), unused]}, {"params": [frozen]}]
+    opt = SGDTracer(groups, lr=0.1, rho=0.01, model=model, **own)
+
+    def closure(x, y):
+        calls.append(1)
+        return cross_entropy(model(x), y)
+
+    counts = []
+    for _ in range(3):
+        calls.clear()
+        if own:
+            opt.step(closure, X, Y)
+        else:
+            opt.step(closure, batches=list(zip(X.split(4), Y.split(4), strict=True)), penalty="each")
+        counts.append(len(calls))
+    assert counts == [9, 6, 6]

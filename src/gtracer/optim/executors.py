@@ -117,7 +117,7 @@ def _start_of_each(
     joined = call.each and processes.count(opt.model) > 1
     if not opt.rule.keeps_average or (len(parts) == 1 and not joined):
         return None
-    fresh = [g for g in opt.param_groups if not all(map(opt.rule.is_trained, g["params"]))]
+    fresh = [g for g in opt.param_groups if _is_fresh(opt.rule, g["params"])]
     if not any(isinstance(opt.hyperparameters(group)["f0"], str) for group in fresh):
         return None
     begin = RandomState(around.devices)
@@ -128,6 +128,11 @@ def _start_of_each(
         pool.join_processes(around.params, processes.group_of(opt.model))
     step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
     return {p: F for part in step.slices for p, F in zip(part.params, part.measured, strict=True)}
+
+
+def _is_fresh(rule: Rule, params: Tensors) -> bool:
+    """Whether a group has made no step yet; one with frozen or unused parameters among others has."""
+    return any(p.requires_grad for p in params) and not any(map(rule.is_trained, params))
 
 
 # Two kernels.
