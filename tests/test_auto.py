@@ -111,6 +111,21 @@ def test_it_follows_the_twin(name, how, monkeypatch):
     assert seen[50][1]["rho"] == rhos[50]
 
 
+def test_it_does_not_rise_before_the_loss_has_fallen():
+    """With labels that nothing can learn; gradients disagree there as they do where a net memorises."""
+    model = nn.Linear(5, 3).double()
+    for p in model.parameters():
+        nn.init.zeros_(p)  # where the loss is that of guessing, from the first step on
+    opt = SGDTracer(model.parameters(), lr=0.1, model=model)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        x, y = torch.randn(20, 5, generator=generator).double(), torch.randint(3, (20,), generator=generator)
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    numbers = next(s["rho_numbers"] for s in opt.state.values() if "rho_numbers" in s)
+    assert numbers[2] < 0.2  # so the cosine alone would have it rise
+    assert opt.param_groups[0]["rho"] <= opt.controller.start * (1 + 1e-9)
+
+
 def test_the_first_steps_are_the_base_optimisers():
     """ρ = 0 in them, to the bit and at its price."""
     model, plain = net(norm=False), net(norm=False)

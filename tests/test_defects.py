@@ -57,6 +57,7 @@ def test_what_is_reused_is_not_clipped():
         return flat(opt.state[p]["last_penalty"] for p in model.parameters())
 
     assert torch.equal(last(None), last(0.01))
+    assert last(None).norm() > 0.01
 
 
 @pytest.mark.parametrize("own", [{"interval": 3}, {"rho": 0.0}, {"interval": 3, "reuse": 0.5}], ids=str)
