@@ -18,8 +18,8 @@ from typing import Any
 
 from gtracer.lab import files
 from gtracer.lab.errors import LabError
-from gtracer.lab.study import Point, Study, load
-from gtracer.lab.sweep import Shelf
+from gtracer.lab.sweeps.study import Point, Study, load
+from gtracer.lab.sweeps.sweep import Shelf
 
 
 def accuracy(point: Point, there: Shelf) -> float:

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import SGDTracer, curvature
 from gtracer.calibration import calibration
-from gtracer.lab import tasks
+from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.models import network
 
@@ -27,7 +27,7 @@ TEMPERATURES = (0.0, 1e-3, 1e-2, 0.1, 1.0)
 
 def rows(noise: float, rho: float, seed: int, epochs: int) -> dict[float, tuple[float, float, float]]:
     """NLL, ECE and accuracy for every temperature; 0 is the weights alone."""
-    task = tasks.load(Config(label_noise=noise, seed=seed))
+    task = data.load(Config(label_noise=noise, seed=seed))
     x, y, fresh, truth = task.train.inputs, task.train.labels, task.test.inputs, task.test.labels
     torch.manual_seed(seed)
     model = network("mlp", tuple(x.shape[1:]), task.classes)

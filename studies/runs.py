@@ -14,7 +14,7 @@ def run(settings: Config, folder: Path) -> dict[str, float]:
     import torch
 
     from gtracer.lab.errors import DivergedError
-    from gtracer.lab.train import train
+    from gtracer.lab.training.trainer import train
 
     torch.set_num_threads(1)
     try:

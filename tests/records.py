@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from gtracer.lab.record import Record
-from gtracer.lab.study import Study
+from gtracer.lab.results.record import Record
+from gtracer.lab.sweeps.study import Study
 
 ENVIRONMENT = {
     "commit": "0123456789abcdef",

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from problems import conv_batch_norm, dropout_mlp, make
-from test_two_pass import MAKERS
+from test_optimizer import MAKERS
 
 from gtracer import RhoScheduler, SGDTracer, TracerPenalty, linear_warmup
+from problems import conv_batch_norm, dropout_mlp, make
 
 PROBLEMS = {"dropout": dropout_mlp, "batch-norm": conv_batch_norm}
 ALL = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gtracer
+from places import ROOT
 
 SOURCE = Path(gtracer.__file__).parent
 # From the ground up. A room may import from the rooms before it.
@@ -56,7 +57,7 @@ def test_imports_point_downwards(path):
 
 
 def test_every_room_is_in_the_picture():
-    picture = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    picture = (ROOT / "docs" / "architecture.md").read_text()
     for name in ROOMS:
         if name != "__main__":
             assert f"\n{name}" in picture, f"docs/architecture.md does not show {name}"
@@ -123,7 +124,7 @@ def test_a_plain_step_is_short(made, most):
 
 def test_the_path_of_a_step_in_the_docs_is_the_codes():
     """Every function that docs/architecture.md names in it is run, by a plain step of SGDTracer."""
-    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     path = text.split("## One step", 1)[1].split("```")[1]
     named = set(re.findall(r"\b(?:\w+\.)?(\w+)\(", path))
     ran = {name for _, name in functions_of_a_step("lambda m: SGDTracer(m.parameters(), lr=0.1, rho=0.003, model=m)")}

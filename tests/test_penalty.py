@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from problems import make, relative_error, tanh_mlp
 from torch import nn
-from twin import SGDTwin
 
 from gtracer import TracerPenalty
+from problems import make, relative_error, tanh_mlp
+from twin import SGDTwin
 
 
 def test_state_dict_goes_on_alike():

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from problems import spd
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.functional import cross_entropy
@@ -14,6 +13,7 @@ from gtracer import SGDTracer, TracerPenalty
 from gtracer import variational as v
 from gtracer.experimental import Precondition, Ridge
 from gtracer.variational import Gaussian, hessian_of
+from problems import spd
 
 RHO, ETA = 0.3, 2.0
 EXACT = v.quadrature(16)

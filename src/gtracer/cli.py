@@ -60,7 +60,7 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_sweep(commands: Any) -> None:
-    from gtracer.lab.study import shipped
+    from gtracer.lab.sweeps.study import shipped
 
     sweep = commands.add_parser(
         "sweep",
@@ -124,7 +124,7 @@ def _add_configuration(command: argparse.ArgumentParser, out: str) -> None:
 
 
 def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
-    from gtracer.lab.workers import RETRIES
+    from gtracer.lab.sweeps.launchers.local import RETRIES
 
     group = command.add_argument_group("where the runs are made")
     group.add_argument(
@@ -254,8 +254,8 @@ def _demo(chosen: argparse.Namespace) -> None:
 def _train(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab.train import Watcher, train
-    from gtracer.lab.watch import Bar, TensorBoard
+    from gtracer.lab.training.callbacks import Bar, TensorBoard
+    from gtracer.lab.training.trainer import Watcher, train
 
     config, folder = _configured(chosen)
     console = Console(quiet=not _is_first())
@@ -276,9 +276,10 @@ def _train(chosen: argparse.Namespace) -> None:
 def _sweep(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab import study, summary
-    from gtracer.lab.results import Results
-    from gtracer.lab.sweep import Shelf, sweep
+    from gtracer.lab.results import summary
+    from gtracer.lab.results.statistics import Results
+    from gtracer.lab.sweeps import study
+    from gtracer.lab.sweeps.sweep import Shelf, sweep
 
     options = {name: getattr(chosen, name) for name in ("seeds", "epochs", "data", "device", "precision", "kernels")}
     wanted = study.load(chosen.study).changed(**options)
@@ -294,7 +295,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
 def _tune(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab import tune
+    from gtracer.lab.sweeps import tune
 
     config = _configuration(chosen)
     searched = tune.ranges(config, [tune.Range.parse(text) for text in chosen.search])
@@ -303,36 +304,37 @@ def _tune(chosen: argparse.Namespace) -> None:
 
 
 def _engine(chosen: argparse.Namespace) -> Any:
-    from gtracer.lab import abreast, cluster, crowd, workers
+    from gtracer.lab.sweeps.launchers import cuda_graphs, local, processes, ray
 
     if chosen.where == "local":
-        return workers.Local(chosen.workers, chosen.retries)
+        return local.Local(chosen.workers, chosen.retries)
     if chosen.where == "side-by-side":
-        runs = chosen.workers or abreast.WIDTH
-        return crowd.Crowd(chosen.processes, runs) if chosen.processes > 1 else abreast.Abreast(runs)
-    return cluster.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
+        runs = chosen.workers or cuda_graphs.WIDTH
+        return processes.Crowd(chosen.processes, runs) if chosen.processes > 1 else cuda_graphs.Abreast(runs)
+    return ray.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
 
 
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab import bench, costs, pace, sizes
+    from gtracer.lab.benchmarks import estimators, optimizers, scaling, throughput
 
     common = {name: getattr(chosen, name) for name in ("batch_size", "rounds", "device", "out")}
     common["model"] = getattr(chosen, "model", "resnet20-gn" if chosen.what == "estimators" else "resnet20")
     if chosen.what == "estimators":
-        bench.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
+        estimators.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
     elif chosen.what == "sizes":
         common.pop("model")
-        sizes.sizes(**common, precision=chosen.precision, console=Console())
+        scaling.sizes(**common, precision=chosen.precision, console=Console())
     elif chosen.what == "steps":
-        costs.steps(**common, precision=chosen.precision, console=Console())
+        optimizers.steps(**common, precision=chosen.precision, console=Console())
     else:
-        pace.side_by_side(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
+        throughput.side_by_side(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    from gtracer.lab import report, study
+    from gtracer.lab.results import report
+    from gtracer.lab.sweeps import study
 
     out = chosen.out or chosen.runs / "report"
     wanted = study.load(chosen.study) if chosen.study else None
@@ -342,7 +344,7 @@ def _report(chosen: argparse.Namespace) -> None:
 
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
     """The run's configuration and folder, from the options, a file, or the run to resume."""
-    from gtracer.lab.record import Record
+    from gtracer.lab.results.record import Record
 
     if chosen.resume is not None:
         given = _given(chosen)
@@ -355,7 +357,7 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
 
 def _configuration(chosen: argparse.Namespace) -> Config:
     """From the options, and the file that they override."""
-    from gtracer.lab.tasks import is_text
+    from gtracer.lab.data import is_text
 
     given = _given(chosen)
     if chosen.config:

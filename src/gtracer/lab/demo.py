@@ -7,10 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gtracer.lab import report, study, summary
-from gtracer.lab.results import Estimate, Results
-from gtracer.lab.sweep import Shelf, sweep
-from gtracer.lab.workers import Local
+from gtracer.lab.results import report, summary
+from gtracer.lab.results.statistics import Estimate, Results
+from gtracer.lab.sweeps import study
+from gtracer.lab.sweeps.launchers.local import Local
+from gtracer.lab.sweeps.sweep import Shelf, sweep
 
 
 def run(seeds: int, epochs: int, folder: Path, console: Console | None = None) -> Results:

@@ -1,0 +1,1 @@
+"""What a step costs, measured side by side in one run."""

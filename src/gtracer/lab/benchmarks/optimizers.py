@@ -1,0 +1,275 @@
+"""`gtracer bench steps`: what a step costs beside the optimisers that people use, as ratios measured in one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gtracer.lab import files
+from gtracer.lab.benchmarks.estimators import CLASSES, Step, Transformer, captured, peak, seconds_of
+from gtracer.lab.errors import unknown
+from gtracer.lab.models import network
+from gtracer.lab.results import provenance
+from gtracer.lab.training.run import device_of
+from gtracer.optim import SAM, AdamWTracer, SGDTracer
+from gtracer.penalty import RHO
+
+MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
+PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
+SGD, ADAMW, EXACT = "SGD", "AdamW", "SGD-TRACER, exact"
+EVERY = 8  # steps between two second passes, in the row that has an interval
+
+Stepper = Callable[..., Any]  # makes a step: is given the loss and the batch
+Loss = Callable[..., Tensor]  # of the batch, or of a part of it
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        base: The row that it is compared with.
+        make: From a model to a function that makes one step, given how to compute the loss.
+        steps: How many of them a measurement takes, where they are not all alike.
+        captured: Whether it is measured as a CUDA graph too, without what it costs to start kernels.
+    """
+
+    base: str
+    make: Callable[[nn.Module], Stepper]
+    steps: int = 1
+    captured: bool = False
+
+
+def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
+    """What is compared; peers where they are installed, the exact engine where the model can be derived `twice`."""
+    momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    on_gpu = device.type == "cuda"
+    fused: dict[str, Any] = {"fused": True} if on_gpu else {}
+    counted: dict[str, Any] = {"capturable": on_gpu}  # where Adam's step is counted: in a graph, on the device
+    rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
+
+    def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
+        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, rho=RHO, model=model, **options))
+
+    def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
+        return lambda model: _ours(AdamWTracer(model.parameters(), rho=RHO, model=model, **counted, **options))
+
+    compared = {
+        SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused)), captured=True),
+        "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
+        "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
+        "SGD-TRACER": Row(SGD, sgd_tracer(), captured=True),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), EVERY, captured=True),
+        ADAMW: Row(
+            ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused, **counted)), captured=True
+        ),
+        "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
+        "AdamW-TRACER": Row(ADAMW, adamw_tracer(), captured=True),
+    }
+    other = "foreach" if on_gpu else "compiled"  # on a GPU to compile an encoder's tensors takes minutes
+    compared[f"SGD-TRACER, {other}"] = Row(SGD, sgd_tracer(implementation=other))
+    compared[f"AdamW-TRACER, {other}"] = Row(ADAMW, adamw_tracer(implementation=other))
+    if twice:
+        compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"), captured=True)
+        compared[f"{EXACT}, compiled"] = Row(SGD, sgd_tracer(engine="exact", implementation="compiled"), captured=True)
+    return compared | _peers(momentum)
+
+
+def _peers(momentum: dict[str, Any]) -> dict[str, Row]:
+    def sam(model: nn.Module) -> Stepper:
+        made = import_module("pytorch_optimizer").SAM(model.parameters(), torch.optim.SGD, **momentum)
+
+        def step(loss_of: Loss, *_: Tensor) -> None:
+            loss_of().backward()  # type: ignore[no-untyped-call]
+            made.step(lambda: loss_of().backward())  # type: ignore[no-untyped-call]
+            made.zero_grad()
+
+        return step
+
+    def ivon(model: nn.Module) -> Stepper:
+        made = import_module("ivon").IVON(model.parameters(), lr=0.1, ess=50_000)
+
+        def step(loss_of: Loss, *_: Tensor) -> None:
+            with made.sampled_params(train=True):
+                made.zero_grad()
+                loss_of().backward()  # type: ignore[no-untyped-call]
+            made.step()
+
+        return step
+
+    def schedule_free(model: nn.Module) -> Stepper:
+        made = import_module("schedulefree").AdamWScheduleFree(model.parameters())
+        made.train()
+        return _plain(made)
+
+    known = {
+        "pytorch_optimizer": ("SAM of pytorch_optimizer", Row(SGD, sam)),
+        "ivon": ("IVON", Row(ADAMW, ivon)),
+        "schedulefree": ("AdamW, schedule-free", Row(ADAMW, schedule_free)),
+    }
+    return dict(named for module, named in known.items() if find_spec(module))
+
+
+def _plain(opt: torch.optim.Optimizer) -> Stepper:
+    def step(loss_of: Loss, *_: Tensor) -> None:
+        opt.zero_grad()
+        loss_of().backward()  # type: ignore[no-untyped-call]
+        opt.step()
+
+    return step
+
+
+def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
+    return SAM(base, rho=0.05, model=model)
+
+
+def _ours(opt: Any) -> Stepper:
+    opt.phases = opt.interval  # a graph holds all steps of an interval
+
+    def step(loss_of: Loss, *batch: Tensor) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            opt.nonfinite = "ignore"  # nothing looks at a number in there
+        opt.step(loss_of, *batch)
+
+    return step
+
+
+class Given:
+    """In the place of the passes: gradients that are there already, others in every second call."""
+
+    def __init__(self, net: nn.Module) -> None:
+        first = [(p, 1e-3 * torch.randn_like(p)) for p in net.parameters()]
+        self._sets = [first, [(p, 1.001 * gradient) for p, gradient in first]]
+
+    def __call__(self, *_: Tensor) -> Given:
+        self._sets.reverse()
+        for p, gradient in self._sets[0]:
+            p.grad = gradient
+        return self
+
+    def backward(self) -> None:
+        """There is nothing to go back through."""
+
+
+def build(
+    row: Row, name: str, batch: int, device: torch.device, precision: str, *, passes: bool = True
+) -> tuple[Step, nn.Module]:
+    """So many training steps of the model as the row takes, or what they do besides their passes, and the model."""
+    torch.manual_seed(0)
+    if name == "encoder-110m":
+        net: nn.Module = Transformer(30_522, 256, 768, 12, heads=12, twice=False).to(device)
+        x = torch.randint(30_522, (batch, 256), device=device)
+    elif name == "transformer":
+        net, x = Transformer().to(device), torch.randint(1000, (batch, 32), device=device)
+    else:
+        net, x = network(name, (3, 32, 32), CLASSES).to(device), torch.randn(batch, 3, 32, 32, device=device)
+    y = torch.randint(CLASSES, (batch,), device=device)
+
+    def loss_of(x: Tensor = x, y: Tensor = y) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return cross_entropy(net(x), y)
+
+    step, loss = row.make(net), loss_of if passes else Given(net)
+
+    def steps() -> None:
+        for _ in range(row.steps):
+            step(loss, x, y)
+
+    return steps, net
+
+
+def steps(
+    *, model: str, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console
+) -> dict[str, Any]:
+    """Time and memory of a step of every optimiser, over its base's; printed and written."""
+    if model not in MODELS:
+        raise unknown("model", model, MODELS)
+    place = device_of(device)
+    torch.backends.cudnn.benchmark = True
+    compared = rows(place, twice=model in ("resnet20", "transformer"))
+    built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
+
+    def seconds_each(steps: dict[str, Step]) -> dict[str, list[float]]:
+        taken = seconds_of(steps, rounds, place)
+        return {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+
+    seconds = seconds_each(built)
+    by_graph = {name: captured(built[name]) for name in built if place.type == "cuda" and compared[name].captured}
+    graphs = seconds_each(by_graph)
+    built.clear()
+    by_graph.clear()
+    bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
+    own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
+    arithmetic = seconds_each(own)
+    own.clear()
+    memory, copies = {}, 0
+    for name, row in compared.items():
+        step, net = build(row, model, batch_size, place, precision)
+        memory[name] = peak(step, place, state=True)
+        copies = sum(p.numel() * p.element_size() for p in net.parameters())
+    result = {
+        "bench": "steps",
+        "model": model,
+        "batch_size": batch_size,
+        "precision": precision,
+        "rounds": rounds,
+        **provenance.describe(place),
+        "peers": {package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
+        "seconds": seconds,
+        "graphs": graphs,
+        "arithmetic": arithmetic,
+        "over": {name: row.base for name, row in compared.items()},
+        "peak_memory": memory,
+        "weights": copies,
+    }
+    console.print(_table(result))
+    if out is not None:
+        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+def _table(result: dict[str, Any]) -> Table:
+    hardware = result["hardware"]
+    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
+    what = (result["model"], f"batch {result['batch_size']}", result["precision"], where, f"{result['rounds']} rounds")
+    table = Table(title=", ".join(what))
+    table.caption = (
+        "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
+        "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. Graph: "
+        "÷ base, each a CUDA graph."
+    )
+    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic", "graph"):
+        table.add_column(name, justify="left" if name == "optimiser" else "right", no_wrap=True)
+    middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
+    own = {name: statistics.median(times) for name, times in result["arithmetic"].items()}
+    own = {name: time / own[ADAMW] for name, time in own.items()}
+    graphs = {name: statistics.median(times) for name, times in result["graphs"].items()}
+    graphs = {name: time / graphs[result["over"][name]] for name, time in graphs.items()}
+    for name, times in result["seconds"].items():
+        base = result["over"][name]
+        spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}"
+        more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
+        ratios = (
+            f"{middle[name] / middle[base]:.2f}",
+            f"{more:+.1f}",
+            _cell(own, name, ".1f"),
+            _cell(graphs, name, ".2f"),
+        )
+        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, *ratios)
+    return table
+
+
+def _cell(numbers: dict[str, float], name: str, form: str) -> str:
+    return format(numbers[name], form) if name in numbers else "–"

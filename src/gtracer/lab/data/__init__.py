@@ -1,0 +1,60 @@
+"""Tasks: what is to be learnt. `load` gives the data of a configuration, with its wrong labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from gtracer.lab.config import Config
+from gtracer.lab.data import digits, text, vision
+from gtracer.lab.data.label_noise import mislabelled
+from gtracer.lab.data.task import Split, Task
+from gtracer.lab.errors import LabError, unknown
+
+__all__ = ["TASKS", "Split", "Task", "check", "is_text", "load"]
+
+TASKS: dict[str, Callable[[Config], Task]] = {
+    "digits": lambda config: digits.load(config.seed),
+    "fashion-mnist": lambda config: vision.fashion_mnist(folder(config)),
+    "cifar10": lambda config: vision.cifar10(folder(config)),
+    "cifar100": lambda config: vision.cifar100(folder(config)),
+    "boolq": lambda config: text.boolq(folder(config)),
+    "wic": lambda config: text.wic(folder(config)),
+    "rte": lambda config: text.rte(folder(config)),
+}
+
+TEXTS = ("boolq", "wic", "rte")
+
+
+def is_text(name: str) -> bool:
+    """Whether the task is one of texts, for which an encoder is fine-tuned; everything else is learnt from nothing."""
+    return name in TEXTS or name not in TASKS
+
+
+def folder(config: Config) -> Path:
+    """Where the task's files are, or are to be downloaded to."""
+    return Path(config.data).expanduser() if config.data else Path.home() / ".cache" / "gtracer"
+
+
+def check(name: str) -> None:
+    """Refuse what is neither a task's name nor a file or folder of texts."""
+    path = Path(name).expanduser()
+    if name not in TASKS and path.suffix not in text.FORMATS and not path.is_dir():
+        raise unknown("task", name, TASKS)
+
+
+def load(config: Config) -> Task:
+    """The task's data, or a share of it; a seeded share of the training labels is wrong, of the examples held out."""
+    check(config.task)
+    if config.task in TASKS:
+        task = TASKS[config.task](config)
+    else:
+        columns = tuple(config.text_columns.split(","))
+        task = text.local(Path(config.task).expanduser(), columns, config.label_column, config.seed)
+    for name, split in (("training", task.train), ("test", task.test)):
+        if not len(split.labels):
+            raise LabError(f"task {config.task!r} has an empty {name} split")
+    if config.train_share < 1:
+        task = task.narrowed(config.train_share, config.seed)
+    task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
+    return task.holding_out(config.holdout, config.seed) if config.holdout else task

@@ -1,0 +1,1 @@
+"""Passes of networks on Triton kernels of our own."""

@@ -1,0 +1,1 @@
+"""What runs leave: records, statistics over them, reports."""

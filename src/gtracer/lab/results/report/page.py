@@ -1,0 +1,115 @@
+"""The page: everything in one file, nothing fetched from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from gtracer.lab.results.record import Record
+from gtracer.lab.results.report.figures import Picture
+from gtracer.lab.results.report.svg import inlined
+from gtracer.lab.results.report.tables import NONE, Table
+from gtracer.lab.results.statistics import Results
+
+HERE = Path(__file__).parent
+
+
+def render(results: Results, table: Table, pictures: list[Picture], strangers: int, problems: list[str]) -> str:
+    """The page as HTML. Every string of a study or a record goes through Jinja's escaping."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    figures = {f"figure-{index}": picture for index, picture in enumerate(pictures)}
+    return environment.get_template("page.html").render(
+        study=results.study,
+        facts=_facts(results),
+        columns=table.columns,
+        rows=[
+            [(column, column.text(row) or NONE, column.value(row)) for column in table.columns] for row in table.rows
+        ],
+        notes=table.notes,
+        sections=_sections(figures, several=len(results.study.settings) > 1),
+        charts={name: _chart(name, picture) for name, picture in figures.items()},
+        provenance=_provenance(results, strangers),
+        problems=problems,
+        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        # The browser runs this script and no other, whatever a label may hold.
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )
+
+
+def _facts(results: Results) -> list[str]:
+    wanted = len(results.study.cells())
+    finished = sum(record.finished for record in records(results))
+    seeds = {len(result.point.seeds) for result in results.all}
+    counts = {"method": len(results.study.methods), "setting": len(results.study.settings), "seed": max(seeds)}
+    told = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+    if len(seeds) > 1:
+        told[2] = f"up to {told[2]}"
+    if len(results.study.settings) == 1:
+        told[1] = next(iter(results.study.settings))
+    return [*filter(None, told), f"{finished} of {wanted} runs finished"]
+
+
+def _sections(figures: dict[str, Picture], several: bool) -> list[tuple[str, list[tuple[str, Picture, Markup]]]]:
+    """The figures under their headings; those of a single setting stand together."""
+    grouped = groupby(figures.items(), key=lambda pair: pair[1].heading if several else "Figures")
+    return [(heading, [(name, p, Markup(_drawn(name, p))) for name, p in group]) for heading, group in grouped]
+
+
+def _drawn(name: str, picture: Picture) -> str:
+    return inlined(picture.svg, name, f"{picture.heading}. {picture.setting}".strip(". "))
+
+
+def _chart(name: str, picture: Picture) -> dict[str, Any]:
+    """What the page says where the mouse is: for every line its name, and for its vertices what they are."""
+    lines = [
+        {"id": f"{name}-series-{index}", "name": series.name, "points": series.points}
+        for index, series in enumerate(picture.series)
+    ]
+    return {"by": picture.by, "series": lines}
+
+
+def records(results: Results) -> list[Record]:
+    """The study's records, each once, although two of its cells may share one."""
+    return list({id(record): record for result in results.all for record in result.records}.values())
+
+
+def _provenance(results: Results, strangers: int) -> list[tuple[str, list[str]]]:
+    """Where the numbers come from: what was seen, and in how many records."""
+    found = records(results)
+    environments = [record.environment for record in found]
+    failed = sum(record.failure is not None for record in found)
+    states = Counter(finished=sum(record.finished for record in found), diverged=failed)
+    states["unfinished"] = len(found) - states.total()
+    count = f"{len(found)}: " + ", ".join(f"{n} {state}" for state, n in states.items() if n) if found else "none"
+    others = [f"{strangers} more in the folder that the study does not ask for"] if strangers else []
+    return [
+        ("Records", [count, *others]),
+        ("Commits", _seen(e.get("commit") or "unknown" for e in environments)),
+        ("Versions", _seen(_told(e.get("versions")) for e in environments)),
+        ("Hardware", _seen(_told(e.get("hardware")) for e in environments)),
+    ]
+
+
+def _told(values: Any) -> str:
+    if not isinstance(values, dict):
+        return "unknown"
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _seen(values: Iterable[Any]) -> list[str]:
+    counts = Counter(map(str, values))
+    if len(counts) <= 1:
+        return list(counts) or [NONE]
+    return [f"{value} ({n} record{'s' * (n != 1)})" for value, n in counts.most_common()]

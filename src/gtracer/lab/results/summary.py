@@ -1,0 +1,38 @@
+"""A study's results as a table on the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from gtracer.lab.results.statistics import Estimate, Result, Results
+
+
+def table(results: Results) -> Table:
+    """A row for each point: mean ± standard error over its seeds, in per cent."""
+    made = Table(
+        title=results.study.title,
+        caption="Accuracy on clean test labels in %, mean ± standard error over seeds.",
+        padding=(0, 0, 0, 1),
+    )
+    several = len(results.study.settings) > 1
+    wrong = any(result.last("memorised") for result in results.all)
+    shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("wrong labels learnt", wrong)]
+    shown += [("paper", bool(results.study.paper)), ("", any(map(results.note, results.all)))]
+    for heading, is_shown in shown:
+        if is_shown:
+            made.add_column(heading, justify="right" if heading else "left", no_wrap=heading == "")
+    for setting in results.study.settings:
+        if several:
+            made.add_section()
+            made.add_row(f"[bold]{setting}")
+        for result in results.within(setting):
+            cells = zip([*_cells(result), results.note(result)], shown, strict=True)
+            made.add_row(*(text for text, (_, is_shown) in cells if is_shown))
+    return made
+
+
+def _cells(result: Result) -> list[str]:
+    estimates = (result.last(), result.best(), result.last("memorised"))
+    last, best, wrong = (str(Estimate.of(values)) if values else "" for values in estimates)
+    paper = "" if result.paper is None else f"{result.paper[0]:.1f} ± {result.paper[1]:.1f}"
+    return [result.point.label, str(len(result.finished)), last, best, wrong, paper]

@@ -1,0 +1,1 @@
+"""Many runs: studies, searches, and where their runs are made."""

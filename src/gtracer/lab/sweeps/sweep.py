@@ -1,0 +1,141 @@
+"""`gtracer sweep`: the runs of a study that are not there yet, side by side, through deaths and interrupts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gtracer.lab import data, files
+from gtracer.lab.config import Config
+from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.results import record
+from gtracer.lab.results.record import Record
+from gtracer.lab.sweeps.launchers.local import Cell, Event
+from gtracer.lab.sweeps.study import Study
+from gtracer.lab.training import optimizers
+
+Engine = Callable[[list[Cell]], Iterator[Event]]  # trains runs, and tells what becomes of them
+
+
+def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings: Collection[str] = ()) -> None:
+    """Run what the folder does not hold of the study. Finished runs, and those that diverged, are not run again.
+
+    Args:
+        study: What the folder is for.
+        folder: Of the runs.
+        engine: Makes them.
+        console: Is told how far it is.
+        settings: Those of the study that are wanted now; all, if none is named.
+
+    Raises:
+        LabError: At the start, where the study cannot be run or the folder not be used; at the end, where runs failed
+            otherwise than by diverging.
+        Interrupted: On Ctrl-C, after the runs under way were saved.
+    """
+    cells = study.cells(settings)
+    for config in dict.fromkeys(replace(config, seed=0) for config in cells):
+        check(config)
+    with files.locked(folder, "sweep"):
+        study.write(folder)
+        run_missing(cells, folder, engine, console)
+
+
+def check(config: Config) -> None:
+    """Refuse names that nobody knows before anything is run."""
+    data.check(config.task)
+    optimizers.check(config)
+
+
+def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: Console) -> dict[Config, Record]:
+    """Run those that the folder does not hold yet; give the records of all, by `Config.cell`."""
+    wanted = {config.cell: config for config in cells}
+    there = Shelf.of(folder)
+    missing = [(config, there.place(config)) for config in wanted.values() if not there.has(config)]
+    failures = _watched(engine, missing, len(wanted) - len(missing), console) if missing else []
+    if failures:
+        raise LabError(_in_one_line(failures, len(wanted)))
+    made = {config.cell: Record.read(place) for config, place in missing}
+    return {cell: made[cell] if cell in made else there.records[cell][0] for cell in wanted}
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """The runs that a folder holds, whatever their folders are called."""
+
+    folder: Path
+    records: dict[Config, tuple[Record, Path]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Shelf:
+        found = {}
+        for path in sorted(folder.glob(f"*/{record.NAME}")):
+            try:
+                read = Record.read(path.parent)
+            except LabError:  # whoever wants this run will be told when it is to be trained
+                continue
+            found[read.config.cell] = (read, path.parent)
+        return cls(folder, found)
+
+    def all(self) -> list[Record]:
+        return [read for read, _ in self.records.values()]
+
+    def has(self, config: Config) -> bool:
+        """Whether there is nothing to do for this run."""
+        if config.cell not in self.records:
+            return False
+        read, _ = self.records[config.cell]
+        return read.finished or read.failure is not None
+
+    def place(self, config: Config) -> Path:
+        """Where the run is, or is to be."""
+        return self.records[config.cell][1] if config.cell in self.records else self.folder / config.cell.folder
+
+
+def _watched(engine: Engine, missing: list[Cell], already: int, console: Console) -> list[Event]:
+    """Let the engine train, show how far it is, and give the failures."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    places = dict(missing)
+    done: Counter[Config] = Counter()
+    total = sum(config.epochs for config, _ in missing)
+    ended, failures = 0, []
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=total)
+        try:
+            with closing(engine(missing)) as events:  # type: ignore[type-var]
+                for event in events:
+                    done[event.config] = event.config.epochs if event.ended else event.epochs
+                    ended += event.ended
+                    failures += [event] if event.failure is not None else []
+                    line = f"{already + ended}/{already + len(missing)} runs"
+                    progress.update(bar, completed=done.total(), description=line)
+                    if event.ended and not console.is_terminal:
+                        console.print(f"{line}  {places[event.config].name}", highlight=False, soft_wrap=True)
+        except KeyboardInterrupt as error:
+            raise Interrupted("what was under way is saved; give the same command again to go on") from error
+    return [event for event in failures if not _is_recorded(places[event.config])]
+
+
+def _is_recorded(folder: Path) -> bool:
+    """Whether the record tells of the failure: a run that diverged is a result."""
+    try:
+        return Record.read(folder).failure is not None
+    except LabError:
+        return False
+
+
+def _in_one_line(failures: list[Event], of: int) -> str:
+    reasons = Counter(event.failure for event in failures)
+    each = "; ".join(f"{reason}{f' ({n} runs)' if n > 1 else ''}" for reason, n in reasons.items())
+    return f"{len(failures)} of {of} runs failed, the others are kept: {each}"

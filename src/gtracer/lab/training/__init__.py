@@ -1,0 +1,1 @@
+"""Training one model: from a configuration to a record."""

@@ -1,0 +1,139 @@
+"""The README's code runs as it stands; its two commands are run by CI."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import gtracer
+from gtracer import cli
+from gtracer.lab.sweeps import study
+from places import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def surroundings(folder: Path) -> dict:
+    """What the README's reader has: a model with batch norm and dropout, batches, a loss."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+    batches = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
+    return {
+        "gtracer": gtracer,
+        "torch": torch,
+        "cross_entropy": cross_entropy,
+        "model": model,
+        "batches": batches,
+        "batch": batches[0],
+        "loss_of": lambda batch: cross_entropy(model(batch[0]), batch[1]),
+        "path": folder / "checkpoint.pt",
+    }
+
+
+def test_python_blocks_run(tmp_path, capsys):
+    names = surroundings(tmp_path)
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    for block in blocks("python"):
+        exec(block, names)
+    assert "Stats(loss=" in capsys.readouterr().out
+    assert names["path"].exists()
+    assert not any(torch.equal(a, b) for a, b in zip(before, names["model"].parameters(), strict=True))
+
+
+def test_the_python_of_the_page_on_training_runs(tmp_path):
+    names = surroundings(tmp_path)
+    found = blocks("python", (ROOT / "docs" / "training.md").read_text())
+    assert len(found) >= 4
+    for block in found:
+        exec(block, names)
+
+
+def test_the_docs_commands_run(tmp_path, monkeypatch):
+    """Every `gtracer …` line of README and docs, with fewer epochs."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for page in PAGES for block in blocks("sh", page.read_text()) for line in block.splitlines()]
+    commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]
+    assert commands
+    quick = {
+        "bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"],
+        "sweep": ["--epochs", "1", "--seeds", "1"],
+        "tune": ["--epochs", "1", "--trials", "2"],
+        "report": [],
+    }
+    for words in commands:
+        assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0
+
+
+def test_the_example_of_a_study_is_one(tmp_path):
+    (block,) = blocks("yaml", (ROOT / "docs" / "studies.md").read_text())
+    (tmp_path / "mine.yaml").write_text(block)
+    mine = study.load(str(tmp_path / "mine.yaml"))
+    assert len(mine.cells()) == 3 * 2 * 4
+    assert [p.config.lr for p in mine.points() if p.label == "SAM, ρ 0.3"] == [0.02, 0.08]
+
+
+def test_every_shipped_study_is_in_the_docs():
+    page = (ROOT / "docs" / "studies.md").read_text()
+    assert all(f"`{name}`" in page for name in study.shipped())
+
+
+def test_the_derivation_s_example_runs(capsys):
+    (block,) = blocks("python", (ROOT / "docs" / "derivation.md").read_text())
+    names: dict = {}
+    exec(block, names)
+    assert "tensor(" in capsys.readouterr().out
+    torch.testing.assert_close(names["q"].mean, torch.full((2,), 0.86, dtype=torch.float64), rtol=0, atol=0.005)
+
+
+def test_the_curvature_s_examples_run(tmp_path):
+    """In a net without batch norm, in order: the last optimiser made is the one that is drawn from."""
+    names = surroundings(tmp_path)
+    model = names["model"] = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    names["x"], names["y"] = names["batch"]
+    names["loss_of"] = lambda batch: cross_entropy(model(batch[0]), batch[1])
+    start = model[0].weight.detach().clone()
+    for block in blocks("python", (ROOT / "docs" / "curvature.md").read_text()):
+        exec(block, names)
+    assert not torch.equal(start, model[0].weight)
+    torch.testing.assert_close(names["p"].sum(1), torch.ones(6))
+
+
+def test_both_sides_of_the_diff_run(tmp_path):
+    (diff,) = blocks("diff")
+    for side in "-+":
+        names = surroundings(tmp_path)
+        start = names["model"][0].weight.detach().clone()
+        exec("\n".join(line[2:] for line in diff.splitlines() if line[:1] in (side, " ", "")), names)
+        assert not torch.equal(start, names["model"][0].weight)
+
+
+def test_ci_runs_the_two_commands():
+    """`.ci/run` finds them behind their markers: the very lines, the test command last."""
+    script = (ROOT / ".ci" / "run").read_text()
+    function = script[script.index("command_of()") : script.index("for name in")]
+    for name, block in zip(("install-and-run", "install-and-test"), blocks("sh")[:2], strict=True):
+        assert name in script
+        done = subprocess.run(
+            ["bash", "-c", f"{function}\ncommand_of {name}"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == block
+
+
+def test_tests_named_in_the_table_exist():
+    for name in re.findall(r"`(tests/[\w/]+\.py)`", README):
+        assert (ROOT / name).exists()
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,222 @@
+"""The studies' scripts, on a single epoch: what they choose, and what they print of it."""
+
+import importlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from gtracer.lab.results import statistics as results
+from gtracer.lab.results.record import Record
+from gtracer.lab.results.report.figures import pictures
+from gtracer.lab.results.report.tables import Table
+from gtracer.lab.results.statistics import Estimate
+from gtracer.lab.sweeps.study import load
+from places import ROOT
+
+STUDIES = ROOT / "studies"
+
+
+def study(name, *words):
+    command = [sys.executable, str(STUDIES / f"{name}.py"), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_study_of_estimators_runs(tmp_path):
+    """One epoch, two methods: tuned on held-out data, then trained on all of it."""
+    words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path)]
+    words += ["--methods", "SGD", "per-example"]
+    printed = study("estimators", *words)
+    result = json.loads((tmp_path / "result.json").read_text())["methods"]
+    assert len(result["per-example"]["holdout"]) == 11
+    best = max(result["per-example"]["holdout"], key=lambda rho: result["per-example"]["holdout"][rho])
+    assert float(best) == result["per-example"]["rho"]
+    assert f"| per-example | {result['per-example']['rho']:g}" in printed
+    final = Record.read(tmp_path / "final" / f"per-example-{result['per-example']['rho']}-0")
+    assert final.config.holdout == 0
+    assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]
+
+
+def test_the_study_of_depths_runs(tmp_path):
+    """Each method's ρ for each depth is the best of its seven on held-out data, and is used on the other depth."""
+    printed = study("depths", "--epochs", "1", "--seeds", "1", "--depths", "2", "3", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    rho = result["rho"]["sam 2"]
+    held = {
+        value: Record.read(tmp_path / "tuning" / f"sam-2-{value}-100").curves["holdout_accuracy"][-1]
+        for value in (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
+    }
+    assert held[rho] == max(held.values())
+    used = Record.read(tmp_path / "final" / f"sam-3-{rho}-0")
+    assert (used.config.depth, used.config.rho, used.config.holdout) == (3, rho, 0.0)
+    assert result["accuracy"]["sam tuned 2 used 3"] == [used.curves["test_accuracy"][-1]]
+    others = [result["accuracy"][f"sam tuned {d} used {5 - d}"][0] for d in (2, 3)]
+    assert result["elsewhere"]["sam"] == [sum(others) / 2]
+    assert f"sam, on depths that it was not tuned for: {100 * sum(others) / 2:.1f}" in printed
+
+
+def test_the_study_of_the_posterior_runs():
+    lines = study("posterior", "--epochs", "1", "--seeds", "1").splitlines()
+    assert len(lines) == 2 + 4 * 5
+    assert lines[2].startswith("| 0% wrong | 0 | weights alone |")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "final", "line"),
+    [
+        ("minilm", "table3-minilm", "RTE: Adam-TRACER {'delta': 0.01, 'rho': '2e-5'}, held out 55.22"),
+        (
+            "minilm-loss",
+            str(STUDIES / "superglue" / "table3-minilm-loss.yaml"),
+            "{'second_moment': 'loss', 'delta': 0.01, 'rho': '6e-5'}, held out 54.89",
+        ),
+        ("mpnet", "table3-mpnet", "RTE: Adam-TRACER {'delta': 0.01, 'rho': 1.5e-05}, held out 66.67"),
+    ],
+    ids=["minilm", "minilm-loss", "mpnet"],
+)
+def test_a_study_with_what_its_search_chose(tmp_path, encoder, final, line):
+    """Table 3's values are those of the records of its search, whose test data had no say."""
+    search, out = str(STUDIES / "superglue" / f"search-{encoder}.yaml"), tmp_path / "chosen.json"
+    runs = STUDIES.parent / "records" / "superglue" / f"search-{encoder}"
+    printed = study("chosen", search, str(runs), final, "-o", str(out))
+    assert load(str(out)).cells() == load(final).cells()
+    assert line in printed
+
+
+def test_a_search_that_was_not_run_chooses_nothing(tmp_path):
+    search = str(STUDIES / "superglue" / "search-minilm.yaml")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        study("chosen", search, str(tmp_path), "table3-minilm", "-o", str(tmp_path / "chosen.json"))
+    assert "has no finished run of 'SAM, ρ 0.003' in setting 'BoolQ'" in caught.value.stderr
+
+
+def test_every_record_that_is_kept_here_can_be_read():
+    folders = sorted(path.parent for path in (STUDIES.parent / "records").rglob("record.json"))
+    assert len(folders) > 60
+    for folder in folders:
+        Record.read(folder)
+
+
+def test_the_results_in_the_docs_are_those_of_the_records():
+    docs = (STUDIES.parent / "docs" / "results.md").read_text().splitlines()
+    readme = (STUDIES.parent / "README.md").read_text()
+    made = []
+    for name, folder in (
+        ("table1", "cifar100/table1"),
+        ("table2", "cifar100/table2"),
+        (str(STUDIES / "cifar100" / "variants.yaml"), "cifar100/variants"),
+        ("table3-minilm", "superglue/table3-minilm"),
+        (str(STUDIES / "superglue" / "table3-minilm-loss.yaml"), "superglue/table3-minilm-loss"),
+        ("table3-mpnet", "superglue/table3-mpnet"),
+        (str(STUDIES / "superglue" / "clipping-mpnet.yaml"), "superglue/clipping-mpnet"),
+    ):
+        found, problems = results.read(STUDIES.parent / "records" / folder, load(name))
+        assert problems == []
+        for result in found.all if folder.startswith("cifar100") else ():
+            beside = "" if result.paper is None else f" | {Estimate(*result.paper, n=0)} |"
+            assert f"{result.accuracy}{beside}" in readme.replace("*", "")
+        for result in found.all if name.startswith("table3-") else ():
+            told = result.point.setting in ("BoolQ", "BoolQ, half of the labels drawn at random", "BoolQ, clipped")
+            assert not told or f"| {result.accuracy} |" in readme.replace("*", "")
+        made += [line for line in Table(found).markdown().splitlines() if line.startswith("|")]
+    assert [line for line in docs if line.startswith("|")] == made
+
+
+def test_the_second_moments_in_the_docs_are_those_of_the_records():
+    """For each of the table's rows the two δ, each at its best ρ by held-out data and beside it."""
+    study = load(str(STUDIES / "digits" / "second-moment.yaml"))
+    found, problems = results.read(STUDIES.parent / "records" / "digits" / "second-moment", study)
+    assert problems == []
+    text = (STUDIES.parent / "docs" / "algorithm.md").read_text().replace("*", "")
+    section = text[text.index("## What feeds") : text.index("## What can go wrong")]
+    seen = {result.point.label: str(result.accuracy) for result in found.all}
+    assert f"Adam has {seen['Adam']} there and SAM {seen['SAM, ρ 1.0']} (ρ 1" in section
+    for name in ("Total", "Loss"):
+        coarse = [f"{name}, δ 0.01, ρ {rho}" for rho in (0.003, 0.01, 0.03)]
+        fine = [f"{name}, δ 1e-6, ρ {rho}" for rho in (("3e-5", "1e-5") if name == "Total" else ("1e-5", "3e-6"))]
+        cells = [seen[label] for label in coarse + fine]
+        best = f"({fine[0].split()[-1]})"
+        row = f"| the {name.lower()} | {cells[0]} | {cells[1]} (0.01) | {cells[2]} | {cells[3]} {best} | {cells[4]} |"
+        assert row in section
+
+
+WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
+
+
+@pytest.mark.parametrize(
+    ("label", "folder", "options"),
+    [
+        ("CIFAR-100, weight decay, half of the labels wrong", "cifar100/search-long", WRONG | DECAY),
+        ("CIFAR-100, no weight decay, half of the labels wrong", "cifar100/search-long", WRONG | {"weight_decay": 0.0}),
+        ("CIFAR-100, weight decay, right labels", "cifar100/search-clean-long", DECAY),
+        ("CIFAR-100, weight decay, right labels, augmentation", "cifar100/search-clean", DECAY | {"augment": True}),
+        ("digits, half of the labels wrong, Adam", "digits/second-moment", WRONG | {"second_moment": "total"}),
+        ("MiniLM, BoolQ", "superglue/search-minilm", {"task": "boolq", "label_noise": 0.0}),
+        ("MiniLM, BoolQ, half of the labels drawn at random", "superglue/search-minilm", {"label_noise": 0.25}),
+        ("MiniLM, WiC", "superglue/search-minilm", {"task": "wic"}),
+        ("MiniLM, RTE", "superglue/search-minilm", {"task": "rte"}),
+        ("mpnet, BoolQ", "superglue/search-mpnet", {"task": "boolq", "label_noise": 0.0, "clip": None}),
+        ("mpnet, BoolQ, clipped", "superglue/search-mpnet", {"task": "boolq", "clip": 1}),
+        ("mpnet, BoolQ, half of the labels drawn at random", "superglue/search-mpnet", {"label_noise": 0.25}),
+        ("mpnet, BoolQ, a tenth of the data", "superglue/search-mpnet", {"train_share": 0.1}),
+        ("mpnet, WiC", "superglue/search-mpnet", {"task": "wic", "clip": None}),
+        ("mpnet, WiC, clipped", "superglue/search-mpnet", {"task": "wic", "clip": 1}),
+        ("mpnet, RTE", "superglue/search-mpnet", {"task": "rte", "clip": None}),
+        ("mpnet, RTE, clipped", "superglue/search-mpnet", {"task": "rte", "clip": 1}),
+    ],
+)
+def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options):
+    """At the best ρ by held-out data, the smaller of equals, in the middle of training, mean over seeds."""
+    fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
+    found = {}
+    for path in (STUDIES.parent / "records" / folder).glob("*/record.json"):
+        record = Record.read(path.parent)
+        wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
+        if wanted and record.config.optimizer.endswith("tracer") and record.finished:
+            found.setdefault(record.config.rho, []).append(record.curves)
+    best = max(sorted(found), key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
+    ratios = [curves["penalty_ratio"][len(curves["penalty_ratio"]) // 2] for curves in found[best]]
+    text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
+    assert len(found) > 2
+    assert f"| {label} | {best:g} | {statistics.mean(ratios):.2f} |" in text
+
+
+def test_the_span_of_the_ratios_is_that_of_their_table():
+    """Fine-tuning's, in the README too; MiniLM's RTE, next to chance, is told apart."""
+    text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
+    rows = re.findall(r"^\| ((?:MiniLM|mpnet), .*) \| \S+ \| (\d\.\d\d) \|$", text, re.MULTILINE)
+    ratios = [float(ratio) for label, ratio in rows if label != "MiniLM, RTE"]
+    told = f"{min(ratios)} to {max(ratios):.1f} in fine-tuning"
+    assert told in text
+    assert told in (STUDIES.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "picture"), [("figure1", "search-long", "varied"), ("figure2", "table1", "epochs")]
+)
+def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, picture):
+    found, problems = results.read(STUDIES.parent / "records" / "cifar100" / folder, load(name))
+    assert problems == []
+    drawn = {made.name: made.svg for made in pictures(found)}[picture]
+    assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
+
+
+def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
+    """docs/choosing-rho.md, to the digit; README's two sentences follow from it."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("rho_auto")
+    runs = [
+        json.loads(line) for line in (STUDIES.parent / "records" / "rho-auto" / "runs.jsonl").read_text().splitlines()
+    ]
+    module.print_table(runs, ["base", "0.003", "auto", "auto, held out"])
+    rows = capsys.readouterr().out.splitlines()[2:]
+    text = (STUDIES.parent / "docs" / "choosing-rho.md").read_text().replace("**", "")
+    assert len(rows) == 16
+    assert all(row in text for row in rows)
+    means = [[float(cell.split()[0]) for cell in row.split("|")[2:5]] for row in rows]
+    assert max(base - auto for base, _, auto in means) == pytest.approx(0.6)
+    assert 20 < max(auto - base for base, _, auto in means) <= 25
+    assert max(base - fixed for base, fixed, _ in means) == pytest.approx(50.7)

@@ -1,0 +1,407 @@
+"""Hugging Face's Trainer, on a BERT of two layers made on the spot."""
+
+import copy
+import os
+import runpy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from places import ROOT
+from processes import together
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from torch.nn.utils import parameters_to_vector  # noqa: E402
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments  # noqa: E402
+
+from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, TracerPenalty  # noqa: E402
+from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LENGTH, EXAMPLES = 6, 24
+
+
+def bert(dropout=0.0):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=LENGTH,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        num_labels=2,
+    )
+    return BertForSequenceClassification(config)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(40, (EXAMPLES, LENGTH), generator=generator)
+    return [{"input_ids": row, "labels": int(row.sum() % 2)} for row in words]
+
+
+def arguments(folder, **own):
+    words = {
+        "per_device_train_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-2, "weight_decay": 0.01,
+        "lr_scheduler_type": "constant", "report_to": [], "save_strategy": "no", "logging_steps": 1, "use_cpu": True,
+        "disable_tqdm": True, "max_grad_norm": 0.0, "seed": 3,
+    }  # fmt: skip
+    return TrainingArguments(str(folder), **words | own)
+
+
+TRACER = {"rho": 0.01, "delta": 0.05}
+
+
+def trained(folder, trainer=TracerTrainer, model=None, words=None, resume=None, **own):
+    model = bert() if model is None else model
+    words = {"tracer": TRACER} if words is None else words
+    made = trainer(**{"model": model, "args": arguments(folder, **own), "train_dataset": data()} | words)
+    made.train(resume_from_checkpoint=resume)
+    return parameters_to_vector(model.parameters()).detach(), made
+
+
+def logged(made, *names):
+    rows = [row for row in made.state.log_history if "loss" in row]
+    return torch.tensor([[row[name] for name in names] for row in rows], dtype=torch.float64)
+
+
+class Watching:
+    """Notes the batches in the order that they come."""
+
+    def training_step(self, model, inputs, *rest):
+        self.seen = [*getattr(self, "seen", []), {key: value.clone() for key, value in inputs.items()}]
+        return super().training_step(model, inputs, *rest)
+
+
+class Watched(Watching, TracerTrainer):
+    pass
+
+
+def groups(model):
+    no_decay = [p for name, p in model.named_parameters() if "bias" in name or "LayerNorm" in name]
+    decay = [p for name, p in model.named_parameters() if not ("bias" in name or "LayerNorm" in name)]
+    return [{"params": decay, "weight_decay": 0.01}, {"params": no_decay, "weight_decay": 0.0}]
+
+
+def by_hand(seen, size, bf16=False, dtype=torch.float32, **own):
+    """The same steps with `step(closure)`, `size` of the Trainer's micro-batches at a time."""
+    model = bert().to(dtype).train()
+    opt, stats = AdamWTracer(groups(model), lr=1e-2, **TRACER, **own), []
+    for i in range(0, len(seen), size):
+        parts = seen[i : i + size]
+        whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+        def closure(batch=whole):
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return model(**batch).loss
+
+        loss = opt.step(closure)
+        stats.append([loss.item(), opt.stats.trace_ratio, opt.stats.penalty_ratio])
+    return parameters_to_vector(model.parameters()).detach(), torch.tensor(stats, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 6e-5), ({"delta": 0.1}, 6e-5), ({"rho": 0.2}, 0.2)])
+def test_rho_is_one_for_fine_tuning(tmp_path, given, expected):
+    _, made = trained(tmp_path, words={"tracer": given}, num_train_epochs=1)
+    assert {group["rho"] for group in made.optimizer.optimizer.param_groups} == {expected}
+    _, made = trained(tmp_path, PenaltyTrainer, model=eager(), words={"tracer": given}, num_train_epochs=1)
+    assert {group["rho"] for group in made.penalty.param_groups} == {expected}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
+    """To rounding, those of one big batch with accumulation; in float64, since Adam blows small gradients' up."""
+    model = bert().double()
+    found, made = trained(tmp_path, Watched, model=model, gradient_accumulation_steps=accumulation)
+    expected, stats = by_hand(made.seen, accumulation, dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    assert made.state.global_step == 6 // accumulation
+    torch.testing.assert_close(logged(made, "loss", "trace_ratio", "penalty_ratio"), stats, rtol=1e-4, atol=0)
+
+
+def test_the_numbers_in_the_log_are_those_of_the_definition(tmp_path):
+    """T = Σ g²/(f + δ) with f = f₀ at first, and ρ∇T as a difference of gradients."""
+    model, radius, scale = bert().double(), 0.05, 0.01 / (0.1 + 0.05)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.01, delta=0.05, f0=0.1, engine=FiniteDifference(radius))
+    _, made = trained(tmp_path, Watched, model=model, words={"optimizers": (opt, None)}, max_steps=1)
+    twin = bert().double().train()
+    params = list(twin.parameters())
+
+    def gradient():
+        return parameters_to_vector(torch.autograd.grad(twin(**made.seen[0]).loss, params, materialize_grads=True))
+
+    g, start = gradient(), parameters_to_vector(params).detach()
+    nn.utils.vector_to_parameters(start + radius * g / g.norm(), params)
+    penalty = (gradient() - g) * 2 * scale * g.norm() / radius
+    expected = torch.stack([g.square().sum() / (0.1 + 0.05), penalty.norm() / g.norm()])
+    torch.testing.assert_close(logged(made, "trace_ratio", "penalty_ratio")[0], expected, rtol=1e-6, atol=0)
+
+
+class Normed(nn.Module):
+    """With batch norm behind a layer, so that displaced weights change what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(LENGTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+    def forward(self, input_ids, labels):
+        return {"loss": nn.functional.cross_entropy(self.layers(input_ids / 40), labels)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_batch_norm_sees_one_pass(tmp_path, accumulation):
+    """Its statistics are the plain Trainer's; without learning rate, so that the weights are, too."""
+    ours, theirs = Normed(), Normed()
+    own = {"learning_rate": 0.0, "gradient_accumulation_steps": accumulation}
+    _, made = trained(
+        tmp_path, model=ours, words={"tracer": TRACER | {"engine": FiniteDifference(1.0), "model": ours}}, **own
+    )
+    trained(tmp_path, Trainer, model=theirs, words={}, **own)
+    torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()), rtol=0, atol=0)
+    assert theirs.layers[1].num_batches_tracked == 6
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0
+
+
+def process(rank):
+    """What torchrun tells each of two processes."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    return mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()})
+
+
+def weights_and_log(folder, size, accumulation=1):
+    own = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_grad_norm": 1.0}
+    found, made = trained(folder, model=bert().double(), **own)
+    return found, logged(made, "loss", "grad_norm", "trace_ratio", "penalty_ratio"), made.args.world_size
+
+
+def one_of_two(rank, folder, *words):
+    with process(rank):
+        return weights_and_log(f"{folder}/{rank}", *words)
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(4, 1), (2, 2)])
+def test_two_processes_are_one(tmp_path, size, accumulation):
+    """With the Trainer's defaults: weights, loss, norm, T and the penalty's share."""
+    expected = weights_and_log(tmp_path, 8)
+    for weights, log, world in together(one_of_two, str(tmp_path), size, accumulation):
+        assert world == 2
+        torch.testing.assert_close(weights, expected[0], rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(log, expected[1], rtol=1e-4, atol=0)
+
+
+def texts():
+    """Of different lengths."""
+    return [row | {"labels": row["input_ids"].masked_fill(torch.arange(LENGTH) > 1 + i % 5, -100)}
+            for i, row in enumerate(data())]  # fmt: skip
+
+
+def llama():
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, **size)).double()
+
+
+class ByTokens(Watched):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.model_accepts_loss_kwargs = True
+
+
+@pytest.mark.parametrize("kind", [Watched, ByTokens])
+def test_micro_batches_count_the_same_or_tokens_do(tmp_path, kind):
+    """By default micro-batches; with one line more, and a model that divides by `num_items_in_batch`, tokens."""
+    model, twin = llama(), llama().train()
+    ours, opt = (SGDTracer(m.parameters(), lr=0.1, **TRACER) for m in (model, twin))
+    words = {"optimizers": (ours, None), "train_dataset": texts()}
+    found, made = trained(tmp_path, kind, model, words, gradient_accumulation_steps=3, per_device_train_batch_size=2)
+    for i in range(0, len(made.seen), 3):
+        parts = made.seen[i : i + 3]
+        tokens = [(part["labels"][:, 1:] != -100).sum() if kind is ByTokens else 1 for part in parts]
+        shares = [n / sum(tokens) for n in tokens]
+        opt.step(lambda: sum(n * twin(**part).loss for n, part in zip(shares, parts, strict=True)))  # noqa: B023
+    torch.testing.assert_close(found, parameters_to_vector(twin.parameters()).detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_bf16(tmp_path):
+    found, made = trained(tmp_path, Watched, bf16=True)
+    start, (exact, _) = parameters_to_vector(bert().parameters()), by_hand(made.seen, 1)
+    expected, _ = by_hand(made.seen, 1, bf16=True)
+    assert (found - expected).norm() < 1e-3 * (found - start).norm()
+    assert not torch.allclose(expected, exact, atol=1e-7)
+
+
+def test_central_differences_and_intervals(tmp_path):
+    for own in ({"engine": FiniteDifference(central=True)}, {"interval": 2}):
+        found, made = trained(tmp_path, Watched, words={"tracer": TRACER | own})
+        expected, _ = by_hand(made.seen, 1, **own)
+        start = parameters_to_vector(bert().parameters())
+        assert (found - expected).norm() < 1e-3 * (found - start).norm(), own
+
+
+def test_a_loss_that_takes_the_labels_out_of_the_batch(tmp_path):
+    """As label smoothing does: the second pass finds them again."""
+    found, made = trained(tmp_path, label_smoothing_factor=0.1)
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0
+    assert not torch.equal(found, trained(tmp_path)[0])
+
+
+def test_dropout_masks_are_the_same_in_both_passes(tmp_path):
+    """Else the difference of the two gradients is mostly theirs."""
+    _, made = trained(tmp_path, model=bert(dropout=0.5), words={"tracer": {"rho": 1e-6, "delta": 0.05}})
+    assert made.optimizer.optimizer.stats.penalty_ratio < 1e-2
+
+
+def test_clipping_is_of_the_total(tmp_path):
+    """`max_grad_norm` bounds what the optimiser sees."""
+    model = bert()
+    opt = SGDTracer(model.parameters(), lr=1.0, rho=0.05, delta=0.05)
+    start = parameters_to_vector(model.parameters()).detach().clone()
+    own = {"max_grad_norm": 1e-3, "max_steps": 1, "num_train_epochs": 1}
+    found, _ = trained(tmp_path, model=model, words={"optimizers": (opt, None)}, **own)
+    assert (found - start).norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_any_two_pass_optimiser_will_do(tmp_path):
+    model = bert()
+    opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
+    found, _ = trained(tmp_path, model=model, words={"optimizers": (opt, None)}, learning_rate=0.1)
+    assert not torch.equal(found, parameters_to_vector(bert().parameters()))
+
+
+def test_other_optimisers_are_refused(tmp_path):
+    model = bert()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="got SGD"):
+        trained(tmp_path, model=model, words={"optimizers": (opt, None)})
+    with pytest.raises(ValueError, match="tracer"):
+        trained(tmp_path, model=model, words={"optimizers": (opt, None), "tracer": TRACER})
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(8, 1), (4, 2)])
+def test_resuming_from_a_checkpoint(tmp_path, size, accumulation):
+    """Gives the weights of the run that was never stopped: f and the optimiser's moments are in it."""
+    own = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "num_train_epochs": 3}
+    own |= {"save_strategy": "steps", "save_steps": 4}  # in mid-epoch
+    whole, _ = trained(tmp_path, model=bert(0.1), **own)
+    found, made = trained(tmp_path, Watched, model=bert(0.1), resume=str(tmp_path / "checkpoint-4"), **own)
+    assert len(made.seen) == 5 * accumulation
+    torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-8)
+
+
+def test_the_mixin_on_a_trainer_of_ones_own(tmp_path):
+    class Doubled(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            return (2 * loss[0], *loss[1:]) if isinstance(loss, tuple) else 2 * loss
+
+    class Mine(TracerMixin, Doubled):
+        pass
+
+    found, _ = trained(tmp_path, Mine)
+    assert not torch.allclose(found, trained(tmp_path)[0])
+
+
+class Penalised(Watching, PenaltyTrainer):
+    pass
+
+
+SGD = {"tracer": TRACER, "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}
+STRONG = {"tracer": {"rho": 0.5, "delta": 1e-3}}
+
+
+def eager():
+    """Its attention has second derivatives."""
+    model = bert()
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_the_penalty_in_the_loss_is_the_exact_engine(tmp_path):
+    model = eager()
+    twin = copy.deepcopy(model).train()
+    found, made = trained(tmp_path, Penalised, model=model, words=SGD, weight_decay=0.0)
+    opt, ratios = SGDTracer(twin.parameters(), lr=0.1, engine="exact", **TRACER), []
+    for batch in made.seen:
+        opt.step(lambda batch=batch: twin(**batch).loss)
+        ratios.append([opt.stats.trace_ratio])
+    torch.testing.assert_close(found, parameters_to_vector(twin.parameters()), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        logged(made, "trace_ratio"), torch.tensor(ratios, dtype=torch.float64), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_penalty_of_each_micro_batch(tmp_path, bf16):
+    """Their mean, with an f that follows each of them."""
+    own = {"gradient_accumulation_steps": 3, "bf16": bf16, "weight_decay": 0.0}
+    found, made = trained(tmp_path, Penalised, model=eager(), words=SGD, **own)
+    start = parameters_to_vector(eager().parameters()).detach()
+    expected = {}
+    for half in (False, True):
+        twin = eager().train()
+        opt, penalty = torch.optim.SGD(twin.parameters(), lr=0.1), TracerPenalty(twin.parameters(), **TRACER)
+        for i, batch in enumerate(made.seen):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = twin(**batch).loss
+            (penalty(loss.float()) / 3).backward()
+            if i % 3 == 2:
+                opt.step()
+                opt.zero_grad()
+        expected[half] = parameters_to_vector(twin.parameters()).detach()
+        if half == bf16:
+            assert logged(made, "trace_ratio")[-1].item() == pytest.approx(penalty.trace_ratio.item(), rel=1e-3)
+    moved = (found - start).norm()
+    assert (found - expected[bf16]).norm() < 1e-4 * moved
+    assert (found - expected[not bf16]).norm() > 1e-3 * moved
+
+
+def stopped_and_not(folder, **own):
+    """Weights and f of a run, and of its second half begun from a checkpoint."""
+    own |= {"save_strategy": "steps", "save_steps": 4, "num_train_epochs": 3}
+    for resume in (None, f"{folder}/checkpoint-4"):
+        found, made = trained(folder, PenaltyTrainer, model=eager(), words=STRONG, resume=resume, **own)
+        yield found, made.penalty.state_dict()["f"]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_penaltys_average_is_in_the_checkpoint(tmp_path, accumulation):
+    own = {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
+    whole, resumed = stopped_and_not(tmp_path, **own)
+    torch.testing.assert_close(resumed, whole, rtol=1e-6, atol=1e-8)
+
+
+def stopped_and_not_as_one_of_two(rank, folder):
+    with process(rank):
+        return list(stopped_and_not(folder, per_device_train_batch_size=4))
+
+
+def test_the_average_of_each_process_is_in_the_checkpoint(tmp_path):
+    """It is their own; the weights are not."""
+    first, second = together(stopped_and_not_as_one_of_two, str(tmp_path))
+    for whole, resumed in (first, second):
+        torch.testing.assert_close(resumed, whole, rtol=1e-6, atol=1e-8)
+    (weights, f), (others_weights, others_f) = first[0], second[0]
+    assert torch.equal(weights, others_weights)
+    assert not torch.allclose(f[0][0], others_f[0][0])
+
+
+def test_evaluation_is_without_penalty(tmp_path):
+    """Before training and after it."""
+    made = PenaltyTrainer(model=eager(), args=arguments(tmp_path), eval_dataset=data(), train_dataset=data(), **STRONG)
+    plain = Trainer(model=made.model, args=arguments(tmp_path), eval_dataset=data())
+    assert made.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+    made.train()
+    assert made.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+def test_the_example_with_the_penalty_in_the_loss(tmp_path):
+    example = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))
+    assert logged(example["main"](str(tmp_path), epochs=1, kind=PenaltyTrainer), "trace_ratio").min() > 0

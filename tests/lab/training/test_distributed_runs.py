@@ -1,0 +1,127 @@
+"""A run on two processes: the numbers of one, through an interrupt; nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from test_sweep import until
+
+from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
+from gtracer.lab.results.record import Record
+from gtracer.lab.training.distributed import Ranks
+from gtracer.lab.training.run import CHECKPOINT, Run
+from gtracer.lab.training.trainer import train
+
+# 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
+SMALL = Config(
+    model="mlp-ln",
+    width=32,
+    label_noise=0.5,
+    epochs=3,
+    batch_size=673,
+    rho=0.003,
+    delta=0.01,
+    holdout=0.1,
+    device="cpu",
+)
+
+
+def torchrun(*words):
+    """`torchrun … gtracer`, two gloo processes, in a session of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gtracer"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *words],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process, seconds=120):
+    """Its output and errors; the whole session is killed when it takes longer."""
+    try:
+        return process.communicate(timeout=seconds)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": "sgd-tracer"},
+        {"optimizer": "sam", "rho": 0.1, "holdout": 0.0},
+        # With Adam's usual ε rounding alone decides the step of a weight whose gradient is next to nothing.
+        {"optimizer": "adam-tracer", "lr": 1e-3, "eps": 1e-3, "difference": "central"},
+        {"optimizer": "sgd", "batch_size": 100},
+    ],
+    ids=lambda change: change["optimizer"],
+)
+def test_the_same_numbers_as_one(change, tmp_path):
+    """The penalty is that of the whole batch: T, ρ∇T and all that follows agree to rounding."""
+    config = replace(SMALL, **change)
+    config.write(tmp_path / "c.yaml")
+    alone = train(config, tmp_path / "one", [])
+    process = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
+    out, error = ended(process)
+    assert process.returncode == 0, error
+    assert out.count("test accuracy") == 1
+    together = Record.read(tmp_path / "two")
+    assert together.finished
+    assert together.curves.keys() == alone.curves.keys()
+    for name, values in alone.curves.items():
+        assert together.curves[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+    assert together.environment["hardware"]["processes"] == 2
+
+
+def test_interrupted_and_resumed(tmp_path):
+    """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
+    config = replace(SMALL, epochs=80, batch_size=256, width=8)
+    config.write(tmp_path / "c.yaml")
+    straight = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
+    _, error = ended(straight)
+    assert straight.returncode == 0, error
+    cut = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut"))
+    try:
+        until(lambda: (tmp_path / "cut" / CHECKPOINT).exists())
+        os.killpg(cut.pid, signal.SIGINT)
+    finally:
+        _, error = ended(cut)
+    assert error.count("go on with gtracer train --resume") == 1
+    assert not Record.read(tmp_path / "cut").finished
+    with pytest.raises(LabError, match="2 processes, not 1, wrote it"):
+        Run(config).load(tmp_path / "cut")
+    resumed = torchrun("train", "--resume", str(tmp_path / "cut"))
+    _, error = ended(resumed)
+    assert resumed.returncode == 0, error
+    assert Record.read(tmp_path / "cut").curves == Record.read(tmp_path / "straight").curves
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"curvature": "per-example"}, "curvature = 'per-example' cannot be shared by several processes"),
+        ({"average": "hutchinson"}, "average = 'hutchinson' cannot be shared by several processes"),
+        ({"engine": "exact"}, "engine = 'exact' cannot be shared by several processes"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(change, message):
+    with pytest.raises(LabError, match=message):
+        Run(replace(SMALL, **change), Ranks(torch.device("cpu"), rank=0, world=2))
+
+
+def test_shares_are_equal_and_every_row_counts_once():
+    rows = torch.arange(100, 107)
+    shares = [Ranks(torch.device("cpu"), rank, 3).share(rows) for rank in range(3)]
+    assert [part.tolist() for part, _ in shares] == [[100, 103, 106], [101, 104, 100], [102, 105, 100]]
+    assert [counted for _, counted in shares] == [3, 2, 2]
+    assert Ranks(torch.device("cpu")).share(rows)[0] is rows

@@ -1,0 +1,431 @@
+"""DistributedDataParallel and fully_shard on two gloo processes, against one process with the whole batch."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy, linear, normalize
+from torch.nn.parallel import DistributedDataParallel
+
+from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer
+from gtracer.curvature import micro_batch
+from gtracer.experimental import PreviousStep
+from processes import end, together
+
+OPTIMIZERS = {
+    "SGDTracer": lambda params, **own: SGDTracer(params, lr=0.1, momentum=0.9, rho=0.02, delta=0.05, **own),
+    "AdamWTracer": lambda params, **own: AdamWTracer(params, lr=0.01, rho=0.02, delta=0.05, **own),
+    "SAM": lambda params, **own: SAM(torch.optim.SGD(params, lr=0.1, momentum=0.9), rho=0.1, **own),
+}
+STEPS, BATCH = 4, 12
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Directed(nn.Linear):
+    """Sees only the direction of its rows."""
+
+    def forward(self, x):
+        return linear(x, normalize(self.weight), self.bias)
+
+
+def directed_network():
+    torch.manual_seed(0)
+    return nn.Sequential(Directed(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, BATCH, 5, dtype=torch.float64, generator=generator)
+    return list(zip(x, torch.randint(3, (STEPS, BATCH), generator=generator), strict=True))
+
+
+def flat(tensors):
+    return torch.cat(
+        [t.detach().full_tensor().flatten() if isinstance(t, DTensor) else t.detach().flatten() for t in tensors]
+    )
+
+
+def averages(opt):
+    """f, whatever it is called."""
+    return [value for state in opt.state.values() for key, value in sorted(state.items()) if key in ("f", "exp_avg_sq")]
+
+
+def trained(model, opt, rows=slice(None), **words):
+    for x, y in batches():
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows], **words)
+    return flat(model.parameters()), flat(averages(opt)) if averages(opt) else torch.zeros(0)
+
+
+def alone(name, make=network, **own):
+    model = make()
+    return trained(model, OPTIMIZERS[name](model.parameters(), **own))
+
+
+def half(rank):
+    return slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+
+
+def agree(found, expected, tolerance=1e-9):
+    for weights, f in found:
+        torch.testing.assert_close(weights, expected[0], rtol=tolerance, atol=1e-12)
+        torch.testing.assert_close(f, expected[1], rtol=tolerance, atol=1e-12)
+    assert all(torch.equal(found[0][i], other[i]) for other in found for i in (0, 1))
+
+
+# DistributedDataParallel.
+
+
+def ddp(rank, name, own, words, views=False):
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=views)
+    return trained(model, OPTIMIZERS[name](model.parameters(), model=model, **own), half(rank), **words)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("views", [False, True])
+def test_the_penalty_is_that_of_the_global_batch(name, views):
+    """Also where gradients are views of buckets that the next pass fills anew."""
+    agree(together(ddp, name, {}, {}, views), alone(name))
+
+
+def test_both_displaced_gradients_are_kept_apart_in_buckets():
+    central = {"engine": FiniteDifference(central=True)}
+    agree(together(ddp, "SGDTracer", central, {}, True), alone("SGDTracer", **central))
+
+
+def in_a_group_of_its_own(rank, words, parts):
+    groups = [distributed.new_group([r]) for r in range(2)]
+    model = DistributedDataParallel(network(), process_group=groups[rank])
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+        opt.step(lambda x, y: cross_entropy(model(x), y), *(() if parts else ((rank + 1) * x, y)), **given, **words)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize(("words", "parts"), [({"penalty": "each"}, 0), ({}, 6)])
+def test_other_groups_are_left_alone(words, parts):
+    """A process with a group of its own trains as it does alone, while the other does something else."""
+    found = together(in_a_group_of_its_own, words, parts)[0]
+    agree([found], alone("SGDTracer"))
+
+
+def with_statistics(rank, words, parts):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    model = DistributedDataParallel(net)
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        x, y = x[half(rank)] + rank, y[half(rank)]
+        given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+        opt.step(lambda x, y: cross_entropy(model(x), y), *(() if parts else (x, y)), **given, **words)
+    return (net[1].running_mean,)
+
+
+@pytest.mark.parametrize(("words", "parts"), [({"penalty": "each"}, 0), ({}, 3), ({"penalty": "each"}, 3)])
+def test_statistics_are_the_first_process_s(words, parts):
+    """As DistributedDataParallel keeps them, though the passes join no gradients."""
+    found = together(with_statistics, words, parts)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0].any()
+
+
+def with_an_infinite_loss(rank):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model, nonfinite="skip")
+    for i, (x, y) in enumerate(batches()):
+        more = torch.inf if rank == 1 and i == 1 else 0.0
+        opt.step(lambda x, y, more=more: cross_entropy(model(x), y) + more, x[half(rank)], y[half(rank)])
+    return (flat(model.parameters()),)
+
+
+def test_all_processes_skip_a_step_or_none():
+    found = together(with_an_infinite_loss)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def refused_statically(rank):
+    model = DistributedDataParallel(network(), static_graph=True)
+    try:
+        trained(model, OPTIMIZERS["SGDTracer"](model.parameters(), model=model), half(rank), penalty="each")
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_static_graph_cannot_be_taken_in_parts():
+    assert all("static_graph=True" in message for message in together(refused_statically))
+
+
+def rho_by_itself(rank, held):
+    model = DistributedDataParallel(network())
+    x, y = batches()[0]
+    own = {"held_out": lambda: cross_entropy(model(x[half(1 - rank)]), y[half(1 - rank)])} if held else {}
+    opt = SGDTracer(model.parameters(), lr=0.5, momentum=0.9, model=model, **own)
+    rhos = []
+    for _ in range(140):
+        opt.step(lambda: cross_entropy(model(x[half(rank)]), y[half(rank)]))
+        rhos.append(opt.param_groups[0]["rho"])
+    return rhos, flat(model.parameters())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_all_processes_set_the_same_rho(held):
+    """Though each has losses of its own."""
+    (ours, weights), (theirs, others) = together(rho_by_itself, held)
+    assert ours == theirs
+    assert torch.equal(weights, others)
+    assert ours[-1] not in (0.0, ours[99])
+
+
+def test_clipping_is_by_the_global_norm():
+    clip = {"clip": Clip(norm=0.05)}
+    agree(together(ddp, "SGDTracer", clip, {}), alone("SGDTracer", **clip))
+
+
+@pytest.mark.parametrize("name", ["SGDTracer", "AdamWTracer"])
+def test_the_penalty_of_each_process(name):
+    """Is that of micro-batches of the processes' size, which one process can make; f is the same on all."""
+    expected = alone(name, curvature=micro_batch(BATCH // 2))
+    agree(together(ddp, name, {}, {"penalty": "each"}), expected)
+
+
+def test_sam_of_each_process():
+    """m-sharpness: as one process makes of the two halves of its batch."""
+    model = network()
+    opt = OPTIMIZERS["SAM"](model.parameters())
+    for x, y in batches():
+        halves = list(zip(x.split(BATCH // 2), y.split(BATCH // 2), strict=True))
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=halves, penalty="each")
+    expected = flat(model.parameters()), torch.zeros(0)
+    agree(together(ddp, "SAM", {}, {"penalty": "each"}), expected)
+    assert not torch.allclose(expected[0], alone("SAM")[0], rtol=1e-4)
+
+
+def counting(rank, words):
+    """How many exchanges a step makes."""
+    model = DistributedDataParallel(network())
+    own = {"f0": 0.1}  # else the first step makes one more, for f₀
+    model.register_comm_hook(None, allreduce_hook)  # what it does anyway, but where it can be counted
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model, **own)
+    (x, y), original, calls = batches()[0], distributed.all_reduce, 0
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[half(rank)], y[half(rank)], **words)
+    finally:
+        distributed.all_reduce = original
+    return calls
+
+
+def test_the_penalty_of_each_process_takes_one_exchange_fewer():
+    assert together(counting, {}) == [2, 2]
+    assert together(counting, {"penalty": "each"}) == [1, 1]
+
+
+def accumulating(rank, penalty):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        mine = x[half(rank)], y[half(rank)]
+        parts = list(zip(*(t.split(3) for t in mine), strict=True))
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=parts, penalty=penalty)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize(("penalty", "own"), [("whole", {}), ("each", {"curvature": micro_batch(3)})])
+def test_accumulation_on_two_processes(penalty, own):
+    agree(together(accumulating, penalty), alone("SGDTracer", **own))
+
+
+def refused(rank):
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters())
+    x, y = batches()[0]
+    with pytest.raises(RuntimeError, match="penalty = 'each' on 2 processes needs model="):
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y, penalty="each")
+    return True
+
+
+def exactly(rank):
+    model = DistributedDataParallel(network())
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.02, delta=0.05, engine="exact", model=model)
+    x, y = batches()[0]
+    with pytest.raises(RuntimeError, match="penalty='each'"):
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    return trained(model, opt, half(rank), penalty="each")
+
+
+def test_the_exact_engine_of_each_process():
+    """What would pass by DistributedDataParallel is refused, or averaged by us."""
+    model = network()
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.02, delta=0.05, engine="exact", curvature=micro_batch(BATCH // 2))
+    agree(together(exactly), trained(model, opt))
+
+
+def test_each_process_needs_the_wrapped_model():
+    assert together(refused) == [True, True]
+
+
+def resumed(rank, name, folder):
+    """Two steps, a checkpoint of the first process, and the rest in new objects that load it."""
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS[name](model.parameters(), model=model)
+    steps = [(x[half(rank)], y[half(rank)]) for x, y in batches()]
+    for x, y in steps[:2]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    if rank == 0:
+        torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, folder / "checkpoint.pt")
+    distributed.barrier()
+    model = DistributedDataParallel(network())
+    opt = OPTIMIZERS[name](model.parameters(), model=model)
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    model.load_state_dict(state["model"])
+    opt.load_state_dict(state["opt"])
+    for x, y in steps[2:]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+def test_resuming_on_two_processes(tmp_path):
+    agree(together(resumed, "SGDTracer", tmp_path), alone("SGDTracer"))
+
+
+# fully_shard.
+
+
+def sharded_network(make=network):
+    model = make()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def sharded(rank, name, own, make=network):
+    model = sharded_network(make)
+    opt = OPTIMIZERS[name](model.parameters(), **own)
+    found = trained(model, opt, half(rank))
+    kept = [value for state in opt.state.values() for key, value in state.items() if key != "step"]
+    assert kept
+    assert all(isinstance(value, DTensor) for value in kept)
+    assert sum(value.to_local().numel() for value in kept) < sum(value.numel() for value in kept)
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fully_shard(name):
+    agree(together(sharded, name, {}), alone(name))
+
+
+def test_fully_shard_with_clipping():
+    clip = {"clip": Clip(norm=0.05)}
+    agree(together(sharded, "SGDTracer", clip), alone("SGDTracer", **clip))
+
+
+def test_fully_shard_with_directions():
+    """Whole rows are on one process, but not all of them."""
+    own = {"scale_free": True}
+    expected = alone("SGDTracer", directed_network, **own)
+    agree(together(sharded, "SGDTracer", own, directed_network), expected)
+    assert not torch.allclose(expected[0], alone("SGDTracer", directed_network)[0], rtol=1e-3)
+
+
+def half_way(rank, name, folder, own):
+    model = sharded_network()
+    opt = OPTIMIZERS[name](model.parameters(), **own)
+    for x, y in batches()[:2]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[half(rank)], y[half(rank)])
+    weights, state = get_state_dict(model, opt)
+    checkpoint.save({"model": weights, "opt": state}, checkpoint_id=folder)
+
+
+def the_rest(rank, name, folder, world, own):
+    model = sharded_network()
+    opt = OPTIMIZERS[name](model.parameters(), **own)
+    weights, state = get_state_dict(model, opt)
+    held = {"model": weights, "opt": state}
+    checkpoint.load(held, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=held["model"], optim_state_dict=held["opt"])
+    each = BATCH // world
+    rows = slice(rank * each, (rank + 1) * each)
+    for x, y in batches()[2:]:
+        opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows])
+    return flat(model.parameters()), flat(averages(opt))
+
+
+@pytest.mark.parametrize("name", ["SGDTracer", "AdamWTracer"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_sharded_checkpoint_goes_on_on_any_number_of_processes(name, world, tmp_path):
+    together(half_way, name, tmp_path / "checkpoint", {})
+    agree(together(the_rest, name, tmp_path / "checkpoint", world, {}, world=world), alone(name))
+
+
+@pytest.mark.parametrize(
+    "own", [{"interval": 3, "reuse": 0.5}, {"reuse": PreviousStep()}, {"scale_free": True}], ids=str
+)
+def test_a_sharded_checkpoint_of_what_is_reused(own, tmp_path):
+    together(half_way, "SGDTracer", tmp_path / "checkpoint", own)
+    agree(together(the_rest, "SGDTracer", tmp_path / "checkpoint", 2, own), alone("SGDTracer", **own))
+
+
+def half_without_gradients(rank):
+    """One process has nothing but zeros in its shards."""
+    model = sharded_network()
+    opt = OPTIMIZERS["SGDTracer"](model.parameters())
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float(rank))
+    try:
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_all_processes_refuse_a_step_without_passes():
+    assert all("without the second pass" in message for message in together(half_without_gradients))
+
+
+def test_a_sharded_update_is_not_compiled():
+    with pytest.raises(AssertionError, match="implementation = 'compiled' is for whole tensors"):
+        together(sharded, "SGDTracer", {"implementation": "compiled"})
+
+
+# The harness itself.
+
+
+def hanging(rank):
+    if rank == 0:
+        time.sleep(60)
+
+
+def test_a_process_that_hangs_is_not_left_behind():
+    end()
+    with pytest.raises(TimeoutError, match=r"only \[1\] of 2 processes"):
+        together(hanging, seconds=10)
+    assert not multiprocessing.active_children()
+
+
+def failing(rank):
+    if rank == 1:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
+def test_a_failure_is_told_and_nobody_left_behind():
+    end()
+    with pytest.raises(AssertionError, match="on purpose"):
+        together(failing)
+    assert not multiprocessing.active_children()
