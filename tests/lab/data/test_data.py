@@ -58,7 +58,7 @@ def cifar_pickle(path, n, key, classes, protocol=2):
     pixels = rng.integers(0, 256, (n, 3072), dtype=numpy.uint8)
     labels = [int(i % classes) for i in range(n)]
     path.write_bytes(pickle.dumps({"data": pixels, key: labels}, protocol=protocol))
-    return data, labels
+    return pixels, labels
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
