@@ -19,18 +19,18 @@ from typing import Any
 from gtracer.lab import files
 from gtracer.lab.errors import LabError
 from gtracer.lab.sweeps.study import Point, Study, load
-from gtracer.lab.sweeps.sweep import Shelf
+from gtracer.lab.sweeps.sweep import RunsFolder
 
 
-def accuracy(point: Point, there: Shelf) -> float:
+def accuracy(point: Point, there: RunsFolder) -> float:
     """On held-out data, mean over the seeds that were run; a run that diverged has learnt nothing."""
-    made = [there.records[cell.cell][0] for cell in point.cells() if there.has(cell)]
+    made = [there.records[cell.identity][0] for cell in point.configs() if there.has(cell)]
     if not made:
         raise LabError(f"{there.folder} has no finished run of {point.label!r} in setting {point.setting!r}")
     return statistics.mean(record.curves["holdout_accuracy"][-1] if record.finished else 0.0 for record in made)
 
 
-def best(search: Study, there: Shelf) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
+def best(search: Study, there: RunsFolder) -> dict[tuple[str, str], tuple[float, dict[str, Any]]]:
     """For each setting and optimiser the best accuracy, and the options that made it."""
     found: dict[tuple[str, str], tuple[float, dict[str, Any]]] = {}
     for point in search.points():
@@ -41,7 +41,7 @@ def best(search: Study, there: Shelf) -> dict[tuple[str, str], tuple[float, dict
     return found
 
 
-def chosen(search: Study, there: Shelf, study: Study) -> Study:
+def chosen(search: Study, there: RunsFolder, study: Study) -> Study:
     """The study with what the search chose."""
     found, content = best(search, there), study.to_mapping()
     for point in study.points():
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("study", help="the study that is to have the values, by name or file")
     parser.add_argument("-o", "--out", type=Path, required=True, help="where to write it, as JSON")
     words = parser.parse_args()
-    made = chosen(load(words.search), Shelf.of(words.runs), load(words.study))
+    made = chosen(load(words.search), RunsFolder.of(words.runs), load(words.study))
     files.write(words.out, (json.dumps(made.to_mapping(), indent=1, ensure_ascii=False) + "\n").encode())
 
 

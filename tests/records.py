@@ -23,7 +23,7 @@ def fill(study: Study, folder: Path, *, without=(), diverged=()) -> None:
     """
     study.write(folder)
     for place, point in enumerate(study.points()):
-        for config in point.cells():
+        for config in point.configs():
             key = (point.label, point.setting, config.seed)
             if key not in without:
                 made_up(config, place, failed=key in diverged).write(folder / f"{place}-{config.seed}")

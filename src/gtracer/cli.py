@@ -254,16 +254,16 @@ def _demo(chosen: argparse.Namespace) -> None:
 def _train(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab.training.callbacks import Bar, TensorBoard
-    from gtracer.lab.training.trainer import Watcher, train
+    from gtracer.lab.training.callbacks import Callback, ProgressBar, TensorBoard
+    from gtracer.lab.training.trainer import train
 
     config, folder = _configured(chosen)
     console = Console(quiet=not _is_first())
-    with Bar(console, config.epochs) as bar:
-        watchers: list[Watcher] = [bar]
+    with ProgressBar(console, config.epochs) as bar:
+        callbacks: list[Callback] = [bar]
         if chosen.tensorboard and _is_first():
-            watchers.append(TensorBoard(folder))
-        record = train(config, folder, watchers, resume=chosen.resume is not None)
+            callbacks.append(TensorBoard(folder))
+        record = train(config, folder, callbacks, resume=chosen.resume is not None)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
     console.print(
         f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
@@ -279,7 +279,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     from gtracer.lab.results import summary
     from gtracer.lab.results.statistics import Results
     from gtracer.lab.sweeps import study
-    from gtracer.lab.sweeps.sweep import Shelf, sweep
+    from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 
     options = {name: getattr(chosen, name) for name in ("seeds", "epochs", "data", "device", "precision", "kernels")}
     wanted = study.load(chosen.study).changed(**options)
@@ -289,7 +289,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
         sweep(wanted, folder, _engine(chosen), console, chosen.settings)
     finally:  # what there is of it, also when runs failed or were interrupted
         if folder.is_dir():
-            console.print(summary.table(Results(wanted, Shelf.of(folder).all())))
+            console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))
 
 
 def _tune(chosen: argparse.Namespace) -> None:
@@ -304,13 +304,13 @@ def _tune(chosen: argparse.Namespace) -> None:
 
 
 def _engine(chosen: argparse.Namespace) -> Any:
-    from gtracer.lab.sweeps.launchers import cuda_graphs, local, processes, ray
+    from gtracer.lab.sweeps.launchers import cuda_graphs, local, ray
 
     if chosen.where == "local":
         return local.Local(chosen.workers, chosen.retries)
     if chosen.where == "side-by-side":
         runs = chosen.workers or cuda_graphs.WIDTH
-        return processes.Crowd(chosen.processes, runs) if chosen.processes > 1 else cuda_graphs.Abreast(runs)
+        return cuda_graphs.Processes(chosen.processes, runs) if chosen.processes > 1 else cuda_graphs.CudaGraphs(runs)
     return ray.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
 
 

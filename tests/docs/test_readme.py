@@ -76,7 +76,7 @@ def test_the_example_of_a_study_is_one(tmp_path):
     (block,) = blocks("yaml", (ROOT / "docs" / "studies.md").read_text())
     (tmp_path / "mine.yaml").write_text(block)
     mine = study.load(str(tmp_path / "mine.yaml"))
-    assert len(mine.cells()) == 3 * 2 * 4
+    assert len(mine.configs()) == 3 * 2 * 4
     assert [p.config.lr for p in mine.points() if p.label == "SAM, ρ 0.3"] == [0.02, 0.08]
 
 

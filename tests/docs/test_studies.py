@@ -82,7 +82,7 @@ def test_a_study_with_what_its_search_chose(tmp_path, encoder, final, line):
     search, out = str(STUDIES / "superglue" / f"search-{encoder}.yaml"), tmp_path / "chosen.json"
     runs = STUDIES.parent / "records" / "superglue" / f"search-{encoder}"
     printed = study("chosen", search, str(runs), final, "-o", str(out))
-    assert load(str(out)).cells() == load(final).cells()
+    assert load(str(out)).configs() == load(final).configs()
     assert line in printed
 
 

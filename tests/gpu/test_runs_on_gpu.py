@@ -11,7 +11,8 @@ from test_data import cifar_pickle
 
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast, Replayed
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
+from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
 
@@ -38,7 +39,7 @@ def test_runs_side_by_side(tmp_path, precision):
     curves = {}
     for width in (5, 1):
         cells = [(config, tmp_path / str(width) / config.folder) for config in configs]
-        ends = {event.config: event.failure for event in Abreast(width)(cells) if event.ended}
+        ends = {event.config: event.failure for event in CudaGraphs(width)(cells) if event.ended}
         assert ends == dict.fromkeys(configs)
         curves[width] = [Record.read(folder).curves["train_loss"] for _, folder in cells]
     plain = [train(config, tmp_path / "plain" / config.folder, []).curves["train_loss"] for config in configs]
@@ -54,7 +55,7 @@ def test_augmentation_draws_anew_in_every_replay(tmp_path):
     cifar_pickle(tmp_path / "cifar-100-python/test", 100, "fine_labels", 100)
     base = Config(task="cifar100", data=str(tmp_path), model="mlp", width=32, epochs=5, lr=0.01, batch_size=64)
     config = replace(base, optimizer="sgd", augment=True, device="cuda")
-    replayed = Replayed(config)
+    replayed = Captured(config)
     drawn = []
     original = replayed.run.batch
 
@@ -73,8 +74,8 @@ def test_augmentation_draws_anew_in_every_replay(tmp_path):
         replayed.run.step = 0
     assert len(set(sums)) == 3
     cells = [(config, tmp_path / "a"), (replace(config, seed=1), tmp_path / "b")]
-    assert [event.failure for event in Abreast(2)(cells) if event.ended] == [None, None]
-    assert [event.failure for event in Abreast(1)([(config, tmp_path / "c")]) if event.ended] == [None]
+    assert [event.failure for event in CudaGraphs(2)(cells) if event.ended] == [None, None]
+    assert [event.failure for event in CudaGraphs(1)([(config, tmp_path / "c")]) if event.ended] == [None]
     together, alone = (Record.read(tmp_path / name).curves["train_loss"] for name in "ac")
     assert together == pytest.approx(alone, rel=1e-4)
 
@@ -92,7 +93,7 @@ def test_a_model_that_cannot_be_recorded_is_told_of_and_disturbs_nobody(tmp_path
 
     monkeypatch.setattr(Run, "update", update)
     cells = [(waits, tmp_path / "waits"), (fine, tmp_path / "fine")]
-    ends = {event.config: event.failure for event in Abreast(2)(cells) if event.ended}
+    ends = {event.config: event.failure for event in CudaGraphs(2)(cells) if event.ended}
     assert "cannot be recorded as a CUDA graph" in ends[waits]
     assert "--engine local" in ends[waits]
     assert ends[fine] is None
@@ -112,7 +113,7 @@ def test_texts_side_by_side(tmp_path, kind):
         replace(base, optimizer="sgd-tracer", lr=0.05, seed=2, precision="bf16"),
     ]
     cells = [(config, tmp_path / "together" / config.folder) for config in configs]
-    ends = {event.config: event.failure for event in Abreast(4)(cells) if event.ended}
+    ends = {event.config: event.failure for event in CudaGraphs(4)(cells) if event.ended}
     assert ends == dict.fromkeys(configs)
     for config, folder in cells:
         plain = train(config, tmp_path / "plain" / config.folder, [])
@@ -140,7 +141,7 @@ def test_compiled_texts_side_by_side(tmp_path, kind, kernels, dropout):
         (config, tmp_path / config.folder)
         for config in (base, compiled, replace(compiled, optimizer="adamw-sam", clip=0.1))
     ]
-    ends = {event.config: event.failure for event in Abreast(3)(cells) if event.ended}
+    ends = {event.config: event.failure for event in CudaGraphs(3)(cells) if event.ended}
     assert ends == dict.fromkeys(config for config, _ in cells)
     plain, found, _ = (Record.read(folder).curves for _, folder in cells)
     assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05 if dropout else 5e-3)

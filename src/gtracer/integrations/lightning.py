@@ -16,7 +16,6 @@ except ImportError:  # the package's older name
 
 from gtracer.optim import TwoPassOptimizer
 from gtracer.optim.parts import shared
-from gtracer.optim.step import COUNT
 
 LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 
@@ -68,7 +67,7 @@ class TracerCallback(Callback):
         """Hand the last step's numbers to the module's log."""
         for i, opt in enumerate(_two_pass(trainer)):
             # The optimiser's own count: trainer.global_step adds up that of all, and misses steps past Lightning.
-            if opt.stats is not None and opt.param_groups[0][COUNT] % self.every_n_steps == 0:
+            if opt.stats is not None and opt.steps % self.every_n_steps == 0:
                 values = {name: getattr(opt.stats, name) for name in LOGGED}
                 prefix = f"tracer{i}" if i else "tracer"
                 pl_module.log_dict({f"{prefix}/{name}": x for name, x in values.items() if not math.isnan(x)})

@@ -173,7 +173,7 @@ class Config:
             raise LabError(f"{path}: {error}") from error
 
     @property
-    def cell(self) -> Config:
+    def identity(self) -> Config:
         """The run wherever it is made: data folder, device and kernels are the machine's business."""
         return replace(self, data=None, device="auto", kernels="torch")
 

@@ -11,7 +11,7 @@ from gtracer.lab.results import report, summary
 from gtracer.lab.results.statistics import Estimate, Results
 from gtracer.lab.sweeps import study
 from gtracer.lab.sweeps.launchers.local import Local
-from gtracer.lab.sweeps.sweep import Shelf, sweep
+from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 
 
 def run(seeds: int, epochs: int, folder: Path, console: Console | None = None) -> Results:
@@ -19,7 +19,7 @@ def run(seeds: int, epochs: int, folder: Path, console: Console | None = None) -
     console = console or Console()
     demo = study.load("demo").changed(seeds=seeds, epochs=epochs)
     sweep(demo, folder, Local(), console)
-    results = Results(demo, Shelf.of(folder).all())
+    results = Results(demo, RunsFolder.of(folder).all())
     console.print(summary.table(results))
     means = "; ".join(f"{method}: {Estimate.of(over_both(results, method))}" for method in demo.methods)
     console.print(f"Last epoch, mean over both nets: {means}", highlight=False, soft_wrap=True)

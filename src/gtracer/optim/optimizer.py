@@ -159,6 +159,26 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return self.param_groups[0][COUNT] % self.interval == 0 and any(group[key] > 0 for group in self.param_groups)
 
     @property
+    def steps(self) -> int:
+        """How many steps have been made; the replays of a CUDA graph are not counted, but can be told."""
+        count: int = self.param_groups[0][COUNT]
+        return count
+
+    @steps.setter
+    def steps(self, made: int) -> None:
+        if isinstance(made, bool) or not isinstance(made, int) or made < 0:
+            raise ValueError(f"steps must be a whole number of at least 0, got {made!r}")
+        for group in self.param_groups:
+            group[COUNT] = made
+
+    def prepare_capture(self) -> None:
+        """Allow steps to be captured as CUDA graphs, one graph for each of `interval` steps.
+
+        From then on no step looks whether its numbers are finite: whoever replays has to.
+        """
+        self.nonfinite, self.phases = "ignore", self.interval
+
+    @property
     def is_central(self) -> bool:
         """Whether a due step makes two displaced passes, one to either side."""
         return self.method.central

@@ -15,8 +15,9 @@ from gtracer.lab.data.task import Split
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import encoders
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.run import Run
+from gtracer.lab.training.steps import Eager
 from gtracer.lab.training.trainer import train
 
 transformers = pytest.importorskip("transformers")
@@ -143,7 +144,7 @@ def test_the_models_own_limit_counts(tmp_path):
     transformers.BertForSequenceClassification(small).save_pretrained(folder)
     run = Run(Config(task=films(tmp_path), model=str(folder), optimizer="adamw", batch_size=8))
     assert run.train_batch.columns["input_ids"].shape[1] == 24
-    list(run.rest_of_epoch())
+    list(Eager(run).rest_of_epoch())
 
 
 class TestModelFolders:
@@ -238,7 +239,7 @@ def test_side_by_side_with_dropout(tmp_path):
     configs = [config(tmp_path, seed=seed) for seed in range(2)]
     configs.append(replace(configs[0], optimizer="adamw-sam", rho=0.05))
     cells = [(c, tmp_path / "together" / str(i)) for i, c in enumerate(configs)]
-    assert [event.failure for event in Abreast(3)(cells) if event.ended] == [None] * 3
+    assert [event.failure for event in CudaGraphs(3)(cells) if event.ended] == [None] * 3
     for (c, folder), index in zip(cells, range(3), strict=True):
         plain = train(c, tmp_path / "plain" / str(index), [])
         found = Record.read(folder).curves
@@ -269,10 +270,10 @@ def test_compiled_layers_are_the_same_run(tmp_path, tiny):
 def test_cut_and_resumed_with_dropout(tmp_path):
     c = config(tmp_path)
     straight = train(c, tmp_path / "straight", [])
-    events = Abreast(1)([(c, tmp_path / "cut")])
+    events = CudaGraphs(1)([(c, tmp_path / "cut")])
     next(events)
     events.close()
-    assert [e.failure for e in Abreast(1)([(c, tmp_path / "cut")]) if e.ended] == [None]
+    assert [e.failure for e in CudaGraphs(1)([(c, tmp_path / "cut")]) if e.ended] == [None]
     assert Record.read(tmp_path / "cut").curves["train_loss"] == pytest.approx(straight.curves["train_loss"], rel=1e-3)
 
 
@@ -289,8 +290,8 @@ def test_hugging_faces_trainer_makes_the_same_steps(tmp_path, clip):
             layer.p = 0.0
     while run.epoch < 2:
         batches += [run.batch(rows) for rows in torch.split(run.order(), 8)]
-        losses += list(run.rest_of_epoch())
-        run.finish_epoch()
+        losses += list(Eager(run).rest_of_epoch())
+        list(Eager(run).finish_epoch())
 
     class Trainer(TracerTrainer):
         def get_train_dataloader(self):

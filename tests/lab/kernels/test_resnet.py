@@ -13,7 +13,7 @@ from gtracer.lab.errors import LabError
 from gtracer.lab.kernels.resnet import Fused
 from gtracer.lab.models import network
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.trainer import train
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -131,5 +131,5 @@ def test_a_run_is_the_same_on_either_kernels(tmp_path, optimizer):
     plain = train(config, tmp_path / "plain", []).curves["train_loss"]
     fused = replace(config, kernels="fused")
     assert train(fused, tmp_path / "fused", []).curves["train_loss"] == pytest.approx(plain, rel=1e-2)
-    assert [event.failure for event in Abreast(1)([(fused, tmp_path / "abreast")]) if event.ended] == [None]
+    assert [event.failure for event in CudaGraphs(1)([(fused, tmp_path / "abreast")]) if event.ended] == [None]
     assert Record.read(tmp_path / "abreast").curves["train_loss"] == pytest.approx(plain, rel=1e-2)

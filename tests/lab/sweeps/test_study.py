@@ -51,7 +51,7 @@ def test_points_and_cells():
     noisy = small.points()[5].config
     assert (noisy.optimizer, noisy.rho, noisy.lr, noisy.label_noise, noisy.delta) == ("sam", 0.1, 0.5, 0.5, 0.01)
     assert small.points()[1].config.lr == Config().lr
-    cells = small.cells()
+    cells = small.configs()
     assert len(cells) == 2 * 4 * 2
     assert [c.seed for c in cells] == [0] * 8 + [1] * 8  # every cell of the table has something early
     assert small.of_paper(small.points()[4]) == [17.5, 2.41]
@@ -62,9 +62,9 @@ def test_a_setting_with_seeds_of_its_own():
     settings = SMALL["settings"] | {"noisy": SMALL["settings"]["noisy"] | {"seeds": [7, 8, 9]}}
     mine = Study.from_mapping(SMALL | {"settings": settings})
     assert [p.seeds for p in mine.points()] == [(0, 1)] * 4 + [(7, 8, 9)] * 4
-    assert [c.seed for c in mine.cells()] == [0] * 4 + [7] * 4 + [1] * 4 + [8] * 4 + [9] * 4
-    assert {c.label_noise for c in mine.cells() if c.seed > 1} == {0.5}
-    assert [c.seed for c in mine.changed(seeds=1).cells()] == [0] * 8
+    assert [c.seed for c in mine.configs()] == [0] * 4 + [7] * 4 + [1] * 4 + [8] * 4 + [9] * 4
+    assert {c.label_noise for c in mine.configs() if c.seed > 1} == {0.5}
+    assert [c.seed for c in mine.changed(seeds=1).configs()] == [0] * 8
     assert mine.changed(epochs=7).points()[4].seeds == (7, 8, 9)
     assert Study.from_mapping(mine.to_mapping()) == mine
     assert _facts(Results(mine, []))[2:] == ["up to 3 seeds", "0 of 20 runs finished"]
@@ -74,7 +74,7 @@ def test_a_setting_with_seeds_of_its_own():
 def test_a_run_that_two_methods_share_is_made_once():
     methods = {"a": {"optimizer": "sgd"}, "b": {"optimizer": "sgd", "lr": Config().lr}}
     twice = SMALL | {"methods": methods, "paper": {}}
-    assert len(Study.from_mapping(twice).cells()) == 2 * 2
+    assert len(Study.from_mapping(twice).configs()) == 2 * 2
 
 
 def test_round_trip(tmp_path):
@@ -88,8 +88,8 @@ def test_what_is_written_does_not_say_where_the_data_lies(tmp_path):
     mine = SMALL | {"base": SMALL["base"] | {"data": "/some/where"}}
     Study.from_mapping(mine).changed(data="/else/where").write(tmp_path)
     assert "where" not in (tmp_path / study.NAME).read_text()
-    cells = [config.cell for config in Study.read(tmp_path / study.NAME).cells()]
-    assert cells == [config.cell for config in Study.from_mapping(mine).cells()]
+    cells = [config.identity for config in Study.read(tmp_path / study.NAME).configs()]
+    assert cells == [config.identity for config in Study.from_mapping(mine).configs()]
 
 
 def test_options_that_override_all_others():
@@ -171,7 +171,7 @@ def test_the_paper_s_numbers():
     assert {p.config.model for p in one.points() + two.points()} == {"resnet20"}
     assert {(p.config.epochs, p.config.lr, p.config.schedule) for p in one.points()} == {(200, 0.1, "cosine")}
     assert len(three.seeds) == 20
-    assert study.load("figure2").cells() == one.cells()
+    assert study.load("figure2").configs() == one.configs()
 
 
 class TestResults:

@@ -21,10 +21,12 @@ from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import NAME, Record
-from gtracer.lab.sweeps.launchers.local import Event, Local, Teller
+from gtracer.lab.sweeps.launchers.local import Event, Local, PipeCallback
 from gtracer.lab.sweeps.study import Study, load
-from gtracer.lab.sweeps.sweep import Shelf, run_missing, sweep
-from gtracer.lab.training.run import CHECKPOINT, Run
+from gtracer.lab.sweeps.sweep import RunsFolder, run_missing, sweep
+from gtracer.lab.training import checkpoint
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
+from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
 
 QUIET = Console(quiet=True)
@@ -95,8 +97,8 @@ def test_only_what_is_missing_and_each_as_if_alone(tmp_path):
     sweep(study(), tmp_path / "out", TWO, QUIET)
     before = stamps(tmp_path / "out")
     assert len(before) == 4
-    for config in study().cells():
-        assert Record.read(tmp_path / "out" / config.cell.folder).curves == straight(config, tmp_path)
+    for config in study().configs():
+        assert Record.read(tmp_path / "out" / config.identity.folder).curves == straight(config, tmp_path)
 
     (gone,) = (tmp_path / "out").glob("digits-sgd-seed1-*")
     (gone / NAME).unlink()
@@ -124,7 +126,7 @@ def test_some_settings_of_a_study(tmp_path, capsys):
 
 
 def test_a_finished_run_is_found_whatever_its_folder_is_called(tmp_path):
-    config = study().cells()[0]
+    config = study().configs()[0]
     train(config, tmp_path / "by hand", [])
     before = stamps(tmp_path)
     run_missing([replace(config, device="cpu")], tmp_path, refuse, QUIET)
@@ -133,7 +135,7 @@ def test_a_finished_run_is_found_whatever_its_folder_is_called(tmp_path):
 
 def test_a_worker_dies(tmp_path):
     """SIGKILL after its first epoch: the run goes on in another process, to the same numbers."""
-    (config, *_) = study(epochs=30).cells()
+    (config, *_) = study(epochs=30).configs()
     killed = False
     for event in TWO([(config, tmp_path / "run")]):
         if not killed:
@@ -147,7 +149,7 @@ def test_a_worker_dies(tmp_path):
 
 def test_a_worker_that_always_dies_is_given_up(tmp_path):
     """And its neighbours are run all the same."""
-    one, two = study(epochs=40).cells()[:2]
+    one, two = study(epochs=40).configs()[:2]
     engine, failures = Local(processes=1, retries=1), {}
     for event in engine([(one, tmp_path / "one"), (two, tmp_path / "two")]):
         if event.config == one and not event.ended:
@@ -169,7 +171,7 @@ def test_the_sweep_itself_is_killed(tmp_path):
     finally:
         process.kill()
         process.communicate()
-    shelf = Shelf.of(tmp_path / "out")
+    shelf = RunsFolder.of(tmp_path / "out")
     finished = {folder.name for record, folder in shelf.records.values() if record.finished}
     before = stamps(tmp_path / "out")
 
@@ -177,8 +179,8 @@ def test_the_sweep_itself_is_killed(tmp_path):
     sweep(study(epochs=25), tmp_path / "out", TWO, QUIET)
     after = stamps(tmp_path / "out")
     assert all(after[name] == before[name] for name in finished)
-    for config in study(epochs=25).cells():
-        assert Record.read(tmp_path / "out" / config.cell.folder).curves == straight(config, tmp_path)
+    for config in study(epochs=25).configs():
+        assert Record.read(tmp_path / "out" / config.identity.folder).curves == straight(config, tmp_path)
 
 
 def test_workers_of_a_killed_sweep_leave_off(tmp_path):
@@ -199,7 +201,7 @@ def test_a_worker_looks_after_its_sweep_in_every_step(alive, monkeypatch):
     """Its epoch may take an hour: it does not wait for the end of it."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: alive))
     with nullcontext() if alive else pytest.raises(SystemExit):
-        Teller(None).step(None, 0.0)
+        PipeCallback(None).step(None, 0.0)
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["as the terminal does", "to the sweep alone"])
@@ -216,9 +218,9 @@ def test_ctrl_c(tmp_path, to_all):
     assert process.returncode == 130
     assert error == "gtracer: interrupted; what was under way is saved; give the same command again to go on\n"
     assert "unfinished" in out
-    for config in study(epochs=LONG, seeds=1).cells():  # what is saved goes on: tests/lab/training/test_trainer.py
-        folder, run = tmp_path / "out" / config.cell.folder, Run(config)
-        results = run.load(folder)
+    for config in study(epochs=LONG, seeds=1).configs():  # what is saved goes on: tests/lab/training/test_trainer.py
+        folder, run = tmp_path / "out" / config.identity.folder, Run(config)
+        results = checkpoint.load(run, folder)
         assert len(results["seconds"]) == run.epoch >= Record.read(folder).epochs > 0
         assert not Record.read(folder).finished
 
@@ -245,7 +247,7 @@ def test_a_run_that_diverges_is_a_result(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "diverged" in out
     assert all(f"/3 runs  {name}\n" in out for name in stamps(tmp_path / "out"))
-    (record,) = [r for r in Shelf.of(tmp_path / "out").all() if r.config.lr == 1e30]
+    (record,) = [r for r in RunsFolder.of(tmp_path / "out").all() if r.config.lr == 1e30]
     assert "not finite" in record.failure
     sweep(Study.from_mapping(mine), tmp_path / "out", refuse, QUIET)
 
@@ -280,12 +282,12 @@ class TestBadInput:
         assert "2 of 4 runs failed, the others are kept: " in line
         assert "nowhere" in line
         assert "(2 runs)" in line
-        assert len([r for r in Shelf.of(tmp_path / "out").all() if r.finished]) == 2
+        assert len([r for r in RunsFolder.of(tmp_path / "out").all() if r.finished]) == 2
 
     def test_a_record_cut_in_the_middle(self, capsys, tmp_path):
         mine = study(seeds=1)
         sweep(mine, tmp_path / "out", TWO, QUIET)
-        path = tmp_path / "out" / mine.cells()[0].cell.folder / NAME
+        path = tmp_path / "out" / mine.configs()[0].identity.folder / NAME
         half = path.read_text()[: path.stat().st_size // 2]
         path.write_text(half)
         line = self.line(capsys, tmp_path, mine.to_mapping())
@@ -297,7 +299,7 @@ class TestBadInput:
     def test_a_record_of_another_version(self, capsys, tmp_path):
         mine = study(seeds=1)
         sweep(mine, tmp_path / "out", TWO, QUIET)
-        path = tmp_path / "out" / mine.cells()[0].cell.folder / NAME
+        path = tmp_path / "out" / mine.configs()[0].identity.folder / NAME
         path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
         line = self.line(capsys, tmp_path, mine.to_mapping())
         assert f"{path} has format 2, this gtracer reads 1: use the version that wrote it" in line
@@ -312,11 +314,11 @@ class TestBadInput:
             yield from (Event(config, ended=True) for config, _ in cells)
 
         with pytest.raises(LabError, match=r"cannot read .*record\.json"):
-            run_missing(study().cells(), tmp_path, forgetful, QUIET)
+            run_missing(study().configs(), tmp_path, forgetful, QUIET)
 
     def test_two_runs_in_one_folder(self, tmp_path):
         with files.locked(tmp_path, "run"), pytest.raises(LabError, match="another run is at work"):
-            train(study().cells()[0], tmp_path, [])
+            train(study().configs()[0], tmp_path, [])
 
     def test_a_full_disk(self, tmp_path):
         """A limit on the size of files, between that of a record and that of a checkpoint."""
@@ -333,7 +335,7 @@ class TestBadInput:
         assert "File too large" in error
         assert error.count("\n") == 1
         sweep(study(seeds=1), tmp_path / "out", TWO, QUIET)  # room was made
-        assert all(r.finished for r in Shelf.of(tmp_path / "out").all())
+        assert all(r.finished for r in RunsFolder.of(tmp_path / "out").all())
 
     def test_a_read_only_folder(self, capsys, tmp_path, monkeypatch):
         def refused(*_, **__):
@@ -346,7 +348,7 @@ class TestBadInput:
 
     def test_a_bug_in_a_run_does_not_take_the_others_with_it(self, tmp_path):
         """An exception that is no LabError: here from a model that cannot be built."""
-        one, two = (replace(c, batch_size=size) for c, size in zip(study().cells()[:2], (1, 256), strict=True))
+        one, two = (replace(c, batch_size=size) for c, size in zip(study().configs()[:2], (1, 256), strict=True))
         # Batch norm refuses a batch of one with a plain ValueError.
         ends = {
             event.config: event.failure for event in TWO([(one, tmp_path / "1"), (two, tmp_path / "2")]) if event.ended

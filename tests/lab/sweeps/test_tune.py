@@ -13,7 +13,7 @@ from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import tune
 from gtracer.lab.sweeps.launchers.local import Event
-from gtracer.lab.sweeps.sweep import Shelf
+from gtracer.lab.sweeps.sweep import RunsFolder
 from gtracer.lab.sweeps.tune import Range
 
 optuna = pytest.importorskip("optuna")
@@ -159,7 +159,7 @@ def test_from_the_command_line(tmp_path, capsys):
     words = ["--task", "digits", "--label-noise", "0.5", "--epochs", "1", "--width", "8", "--delta", "0.01"]
     assert cli.main(["tune", *words, "--trials", "2", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    records = Shelf.of(tmp_path).all()
+    records = RunsFolder.of(tmp_path).all()
     assert len(records) == 2
     best = max(records, key=lambda r: r.curves["holdout_accuracy"][-1])
     assert f"best of 2: {best.curves['holdout_accuracy'][-1]:.2%}" in out

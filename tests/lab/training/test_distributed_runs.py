@@ -13,8 +13,10 @@ from test_sweep import until
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import Record
+from gtracer.lab.training import checkpoint
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.distributed import Ranks
-from gtracer.lab.training.run import CHECKPOINT, Run
+from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
@@ -99,7 +101,7 @@ def test_interrupted_and_resumed(tmp_path):
     assert error.count("go on with gtracer train --resume") == 1
     assert not Record.read(tmp_path / "cut").finished
     with pytest.raises(LabError, match="2 processes, not 1, wrote it"):
-        Run(config).load(tmp_path / "cut")
+        checkpoint.load(Run(config), tmp_path / "cut")
     resumed = torchrun("train", "--resume", str(tmp_path / "cut"))
     _, error = ended(resumed)
     assert resumed.returncode == 0, error

@@ -13,7 +13,8 @@ import torch
 from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
-from gtracer.lab.training.run import CHECKPOINT, Run
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
+from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
 
 BETWEEN, INSIDE, WRITING = range(3)

@@ -28,7 +28,10 @@ from gtracer.lab.results import provenance
 from gtracer.lab.results.record import Record
 from gtracer.lab.training import optimizers
 from gtracer.lab.training.callbacks import TensorBoard
-from gtracer.lab.training.run import CHECKPOINT, Run, learning_rate_factor
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
+from gtracer.lab.training.run import Run
+from gtracer.lab.training.schedule import learning_rate_factor
+from gtracer.lab.training.steps import Eager
 from gtracer.lab.training.trainer import record_in, train
 from gtracer.optim import TwoPassOptimizer
 
@@ -148,7 +151,7 @@ def test_compiled_is_the_same_run(tmp_path):
     compiled = train(replace(config, kernels="compiled"), tmp_path / "compiled", [])
     for name in ("train_loss", "trace_ratio", "test_loss"):
         assert compiled.curves[name] == pytest.approx(plain.curves[name], rel=1e-3), name
-    assert compiled.config.cell == plain.config.cell
+    assert compiled.config.identity == plain.config.identity
 
 
 def test_a_stray_checkpoint_is_not_taken_up(tmp_path):
@@ -235,8 +238,8 @@ class TestHoldout:
         config = replace(SMALL, holdout=0.3, model="mlp-bn", optimizer="sgd", lr=0.1)
         run, held = Run(config), data.load(config).holdout
         for _ in range(5):
-            list(run.rest_of_epoch())
-            row = run.finish_epoch()
+            list(Eager(run).rest_of_epoch())
+            row = run.row({name: value.item() for name, value in run.measured().items()})
         with torch.no_grad():
             guess = run.model.eval()(held.inputs).argmax(1)
         assert row["holdout_accuracy"] == pytest.approx((guess == held.labels).double().mean().item())
@@ -405,7 +408,7 @@ def test_a_gradient_that_is_too_long_is_clipped(name):
     def moved(clip):
         run = Run(replace(SMALL, optimizer=name, momentum=0.0, lr=0.5, schedule="constant", clip=clip))
         before = [p.detach().clone() for p in run.model.parameters()]
-        next(iter(run.rest_of_epoch()))
+        next(iter(Eager(run).rest_of_epoch()))
         return torch.cat([(b - p).flatten() for b, p in zip(before, run.model.parameters(), strict=True)]).detach()
 
     free = moved(None)
@@ -683,7 +686,7 @@ class TestCommandLine:
         assert (tmp_path / "tensorboard").is_dir()
 
     def test_interrupt(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr("gtracer.lab.training.callbacks.Bar", lambda *_: StoppingBar())
+        monkeypatch.setattr("gtracer.lab.training.callbacks.ProgressBar", lambda *_: StoppingBar())
         assert self.run("--epochs", "3", "--out", str(tmp_path)) == 130
         assert f"go on with gtracer train --resume {tmp_path}" in capsys.readouterr().err
 

@@ -30,7 +30,7 @@ from gtracer.lab import files
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
 from gtracer.lab.results import provenance
-from gtracer.lab.training.run import device_of
+from gtracer.lab.training.device import device_of
 from gtracer.optim import SGDTracer
 
 Step = Callable[[], Any]

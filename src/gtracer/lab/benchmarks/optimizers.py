@@ -22,7 +22,7 @@ from gtracer.lab.benchmarks.estimators import CLASSES, Step, Transformer, captur
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
 from gtracer.lab.results import provenance
-from gtracer.lab.training.run import device_of
+from gtracer.lab.training.device import device_of
 from gtracer.optim import SAM, AdamWTracer, SGDTracer
 from gtracer.penalty import RHO
 
@@ -136,11 +136,9 @@ def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
 
 
 def _ours(opt: Any) -> Stepper:
-    opt.phases = opt.interval  # a graph holds all steps of an interval
-
     def step(loss_of: Loss, *batch: Tensor) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            opt.nonfinite = "ignore"  # nothing looks at a number in there
+            opt.prepare_capture()
         opt.step(loss_of, *batch)
 
     return step

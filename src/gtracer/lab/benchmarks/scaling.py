@@ -15,7 +15,7 @@ from gtracer.lab import files
 from gtracer.lab.benchmarks import optimizers
 from gtracer.lab.benchmarks.estimators import captured, seconds_of
 from gtracer.lab.results import provenance
-from gtracer.lab.training.run import device_of
+from gtracer.lab.training.device import device_of
 
 WIDTHS = ("wrn-16-1", "wrn-16-2", "wrn-16-4", "wrn-16-8")
 DEPTHS = ("resnet20", "resnet32", "resnet56", "resnet110")

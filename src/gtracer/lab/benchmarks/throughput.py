@@ -20,8 +20,8 @@ from rich.table import Table
 from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.results import provenance
-from gtracer.lab.sweeps.launchers.cuda_graphs import Replayed
-from gtracer.lab.training.run import device_of
+from gtracer.lab.training.captured import Captured
+from gtracer.lab.training.device import device_of
 
 WIDTHS = (1, 2, 4, 8)
 METHODS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def side_by_side(
         for method, width in track(cells, description="measured", transient=True, console=console):
             config = Config(task="cifar100", data=folder, model=model, lr=0.01, batch_size=batch_size, device=device)
             config = replace(config, precision=precision, kernels=kernels)
-            runs = [Replayed(_of(config, method, seed, rounds)) for seed in range(width)]
+            runs = [Captured(_of(config, method, seed, rounds)) for seed in range(width)]
             a_step = [taken / steps / width for taken in _rounds(runs, rounds, place)]
             seconds[method][str(width)] = [each * EPOCH / batch_size for each in a_step]
     result = {
@@ -82,7 +82,7 @@ def _of(config: Config, method: str, seed: int, rounds: int) -> Config:
     return Config.from_mapping(config.to_mapping() | METHODS[method] | {"seed": seed, "epochs": rounds + 2})
 
 
-def _rounds(runs: list[Replayed], rounds: int, place: torch.device) -> list[float]:
+def _rounds(runs: list[Captured], rounds: int, place: torch.device) -> list[float]:
     """Seconds of each round, in which every run makes an epoch of its small data, all of them in turns."""
     taken = []
     for turn in range(rounds + 2):

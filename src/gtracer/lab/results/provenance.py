@@ -14,7 +14,7 @@ import torch
 PACKAGES = ("torch", "numpy", "scikit-learn", "transformers", "tokenizers")
 
 
-def describe(device: torch.device, processes: int = 1, abreast: int = 1) -> dict[str, Any]:
+def describe(device: torch.device, processes: int = 1, in_parallel: int = 1) -> dict[str, Any]:
     """What a reader of the record needs to judge or repeat it."""
     from gtracer import __version__
 
@@ -26,7 +26,7 @@ def describe(device: torch.device, processes: int = 1, abreast: int = 1) -> dict
             continue
     hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
     # Only where it is not one, so that older records are of the same machine.
-    hardware |= {name: n for name, n in (("processes", processes), ("runs_side_by_side", abreast)) if n > 1}
+    hardware |= {name: n for name, n in (("processes", processes), ("runs_side_by_side", in_parallel)) if n > 1}
     if device.type == "cuda":
         hardware["gpu"] = torch.cuda.get_device_name(device)
     return {"commit": commit(), "versions": versions, "hardware": hardware | {"device": device.type}}

@@ -136,11 +136,11 @@ class Results:
 
     def __init__(self, of: Study, records: Iterable[Record]) -> None:
         self.study = of
-        by_cell = {r.config.cell: r for r in records}
+        by_cell = {r.config.identity: r for r in records}
         self.all = [self._result(point, by_cell) for point in of.points()]
 
     def _result(self, point: Point, by_cell: dict[Config, Record]) -> Result:
-        cells = [config.cell for config in point.cells()]
+        cells = [config.identity for config in point.configs()]
         found = tuple(by_cell[cell] for cell in cells if cell in by_cell)
         paper = self.study.of_paper(point)
         return Result(point, found, None if paper is None else (paper[0], paper[1]))
@@ -209,7 +209,7 @@ def read(folder: Path, of: Study | None = None) -> tuple[Results, list[str]]:
 
 def implied(records: list[Record]) -> Study:
     """A study whose methods are the records' different configurations, told apart by what they differ in."""
-    configs = list(dict.fromkeys(replace(r.config.cell, seed=0) for r in records))
+    configs = list(dict.fromkeys(replace(r.config.identity, seed=0) for r in records))
     mappings = [config.to_mapping() for config in configs]
     differing = [k for k in mappings[0] if k != "optimizer" and any(m[k] != mappings[0][k] for m in mappings)]
     methods = {_label(mapping, differing): mapping for mapping in mappings}

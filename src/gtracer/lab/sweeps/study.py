@@ -40,7 +40,7 @@ class Point:
         """
         return ", ".join([self.method, *(f"{SYMBOLS.get(name, name)} {value}" for name, value in self.varied)])
 
-    def cells(self) -> list[Config]:
+    def configs(self) -> list[Config]:
         """The runs that make it."""
         return [replace(self.config, seed=seed) for seed in self.seeds]
 
@@ -91,7 +91,7 @@ class Study:
         for values in itertools.product(*vary.values()):
             yield tuple(zip(vary, values, strict=True)), common | dict(zip(vary, values, strict=True))
 
-    def cells(self, settings: Collection[str] = ()) -> list[Config]:
+    def configs(self, settings: Collection[str] = ()) -> list[Config]:
         """Every run once, seed by seed, so that an early look at the table has something of every cell.
 
         Args:
@@ -101,7 +101,7 @@ class Study:
             if label not in self.settings:
                 raise unknown("setting", label, self.settings)
         points = [point for point in self.points() if not settings or point.setting in settings]
-        rounds = itertools.zip_longest(*(point.cells() for point in points))
+        rounds = itertools.zip_longest(*(point.configs() for point in points))
         return list(dict.fromkeys(config for cells in rounds for config in cells if config is not None))
 
     def of_paper(self, point: Point) -> list[float] | None:

@@ -16,11 +16,11 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results import record
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.local import Cell, Event
+from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.training import optimizers
 
-Engine = Callable[[list[Cell]], Iterator[Event]]  # trains runs, and tells what becomes of them
+Engine = Callable[[list[Job]], Iterator[Event]]  # trains runs, and tells what becomes of them
 
 
 def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings: Collection[str] = ()) -> None:
@@ -38,7 +38,7 @@ def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings
             otherwise than by diverging.
         Interrupted: On Ctrl-C, after the runs under way were saved.
     """
-    cells = study.cells(settings)
+    cells = study.configs(settings)
     for config in dict.fromkeys(replace(config, seed=0) for config in cells):
         check(config)
     with files.locked(folder, "sweep"):
@@ -53,33 +53,33 @@ def check(config: Config) -> None:
 
 
 def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: Console) -> dict[Config, Record]:
-    """Run those that the folder does not hold yet; give the records of all, by `Config.cell`."""
-    wanted = {config.cell: config for config in cells}
-    there = Shelf.of(folder)
+    """Run those that the folder does not hold yet; give the records of all, by `Config.identity`."""
+    wanted = {config.identity: config for config in cells}
+    there = RunsFolder.of(folder)
     missing = [(config, there.place(config)) for config in wanted.values() if not there.has(config)]
     failures = _watched(engine, missing, len(wanted) - len(missing), console) if missing else []
     if failures:
         raise LabError(_in_one_line(failures, len(wanted)))
-    made = {config.cell: Record.read(place) for config, place in missing}
+    made = {config.identity: Record.read(place) for config, place in missing}
     return {cell: made[cell] if cell in made else there.records[cell][0] for cell in wanted}
 
 
 @dataclass(frozen=True)
-class Shelf:
+class RunsFolder:
     """The runs that a folder holds, whatever their folders are called."""
 
     folder: Path
     records: dict[Config, tuple[Record, Path]]
 
     @classmethod
-    def of(cls, folder: Path) -> Shelf:
+    def of(cls, folder: Path) -> RunsFolder:
         found = {}
         for path in sorted(folder.glob(f"*/{record.NAME}")):
             try:
                 read = Record.read(path.parent)
             except LabError:  # whoever wants this run will be told when it is to be trained
                 continue
-            found[read.config.cell] = (read, path.parent)
+            found[read.config.identity] = (read, path.parent)
         return cls(folder, found)
 
     def all(self) -> list[Record]:
@@ -87,17 +87,21 @@ class Shelf:
 
     def has(self, config: Config) -> bool:
         """Whether there is nothing to do for this run."""
-        if config.cell not in self.records:
+        if config.identity not in self.records:
             return False
-        read, _ = self.records[config.cell]
+        read, _ = self.records[config.identity]
         return read.finished or read.failure is not None
 
     def place(self, config: Config) -> Path:
         """Where the run is, or is to be."""
-        return self.records[config.cell][1] if config.cell in self.records else self.folder / config.cell.folder
+        return (
+            self.records[config.identity][1]
+            if config.identity in self.records
+            else self.folder / config.identity.folder
+        )
 
 
-def _watched(engine: Engine, missing: list[Cell], already: int, console: Console) -> list[Event]:
+def _watched(engine: Engine, missing: list[Job], already: int, console: Console) -> list[Event]:
     """Let the engine train, show how far it is, and give the failures."""
     columns = (
         TextColumn("{task.description}"),

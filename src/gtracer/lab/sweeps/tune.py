@@ -130,7 +130,7 @@ def tune(
                 [cell for values in tried for cell in _cells(base, values, seeds)], folder, engine, console
             )
             for trial, values in zip(asked, tried, strict=True):
-                made.append(Trial(values, [_score(records[cell.cell]) for cell in _cells(base, values, seeds)]))
+                made.append(Trial(values, [_score(records[cell.identity]) for cell in _cells(base, values, seeds)]))
                 search.tell(trial, made[-1].score)
             console.print(_line(made[-len(asked) :], len(made), trials), highlight=False, soft_wrap=True)
         best = max(made, key=lambda trial: trial.score)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,7 +16,15 @@ from gtracer.optim import TwoPassOptimizer
 QUIET_SECONDS = 10.0
 
 
-class Bar:
+class Callback(Protocol):
+    """Is told what happens."""
+
+    def step(self, run: Run, loss: float) -> None: ...
+
+    def epoch(self, run: Run, row: dict[str, float]) -> None: ...
+
+
+class ProgressBar:
     """A progress bar over the epochs of a run, with accuracy, loss, T and the time left.
 
     Where the output is no terminal (a log file), a line every so many seconds takes its place.
@@ -39,7 +47,7 @@ class Bar:
         self._accuracy = ""
         self._noted = 0
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
 

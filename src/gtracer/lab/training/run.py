@@ -1,13 +1,10 @@
-"""One run: a model being trained on a task, step by step, in a state that can be saved at any step."""
+"""One run: a model, its data and its optimiser, and how far training has come."""
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,17 +12,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from gtracer.lab import data, files, models
+from gtracer.lab import data, models
 from gtracer.lab.config import Config
 from gtracer.lab.data.task import Split
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.kernels.resnet import Fused
 from gtracer.lab.models.encoders import Classifier
 from gtracer.lab.training import optimizers
+from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import Ranks
-from gtracer.optim import NonFiniteError, RhoScheduler, TwoPassOptimizer, linear_warmup
+from gtracer.lab.training.schedule import learning_rate_factor
+from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
-CHECKPOINT = "checkpoint.pt"
 WRONG_SHOWN = 5000  # wrongly labelled examples that are looked at each epoch: an error of 0.7 points at most
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
@@ -34,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Reading:
+class EvaluationData:
     """Examples to evaluate on, in the order in which that is done: those of this process, part by part, and labels."""
 
     batch: models.Batch
@@ -82,12 +80,12 @@ class Run:
             torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
         self.train_batch = built.batches(task.train, self.device)
         self.labels = task.train.labels.to(self.device)
-        self.test = self._reading(built.batches(task.test, self.device), task.test)
+        self.test = self._evaluation_data(built.batches(task.test, self.device), task.test)
         self.holdout = None
         if task.holdout is not None:
-            self.holdout = self._reading(built.batches(task.holdout, self.device), task.holdout)
+            self.holdout = self._evaluation_data(built.batches(task.holdout, self.device), task.holdout)
         wrong = (task.train.labels != task.train.truth).nonzero().flatten()[:WRONG_SHOWN]
-        self.wrong = self._reading(self.train_batch, task.train, wrong) if len(wrong) else None
+        self.wrong = self._evaluation_data(self.train_batch, task.train, wrong) if len(wrong) else None
         self.notes = built.notes
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
@@ -104,45 +102,18 @@ class Run:
         self.seconds = 0.0  # spent on this epoch before an interrupt
         self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
 
-    def _reading(self, batch: models.Batch, split: Split, rows: Tensor | None = None) -> Reading:
+    def _evaluation_data(self, batch: models.Batch, split: Split, rows: Tensor | None = None) -> EvaluationData:
         rows = batch.sorted(torch.arange(len(split.labels)) if rows is None else rows)
         mine, _ = self.ranks.share(rows)
         size = EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size
         parts = [(part.to(self.device), batch.width(part)) for part in torch.split(mine, size)]
-        return Reading(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
-
-    def rest_of_epoch(self) -> Iterator[float]:
-        """Make the steps that are left of this epoch; after each its loss is given."""
-        batches = torch.split(self.order(), self.config.batch_size)
-        self.model.train()
-        for rows in batches[self.step :]:
-            yield self._make_step(rows)
+        return EvaluationData(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
 
     def order(self) -> Tensor:
         """Of the training examples in this epoch, which has a generator of its own: there is no state to save."""
         own = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
         rows = torch.randperm(len(self.labels), generator=own)
         return self.train_batch.grouped(rows, self.config.batch_size, own)
-
-    def _make_step(self, rows: Tensor) -> float:
-        mine, counted = self.ranks.share(rows)
-        inputs, labels = self.batch(mine)
-        if counted < len(mine):  # for company only: torch leaves this label out of a loss
-            labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
-        try:
-            loss = float(self.ranks.mean(self.update(inputs, labels, len(rows))))
-        except NonFiniteError:
-            loss = math.nan
-        self.require_finite(loss)
-        self.schedule.step()
-        if self.rho_schedule is not None:
-            self.rho_schedule.step()
-        self.step += 1
-        self.sums["train_loss"] += loss
-        if isinstance(self.optimizer, TwoPassOptimizer) and self.optimizer.stats is not None:
-            self.sums["trace_ratio"] += self.optimizer.stats.trace_ratio
-            self.sums["penalty_ratio"] += self.optimizer.stats.penalty_ratio
-        return loss
 
     def batch(self, rows: Tensor, width: int | None = None) -> tuple[Any, Tensor]:
         """These training examples, and their labels."""
@@ -177,10 +148,6 @@ class Run:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
-    def finish_epoch(self) -> dict[str, float]:
-        """Evaluate, and go on to the next epoch. Gives the epoch's row of the record."""
-        return self.row({name: value.item() for name, value in self.measured().items()})
-
     def row(self, measured: dict[str, float]) -> dict[str, float]:
         """The epoch's row of the record, with what was `measured` at its end; the next epoch begins."""
         means = {name: total / self.steps_an_epoch for name, total in self.sums.items()}
@@ -212,59 +179,12 @@ class Run:
         return found
 
     @torch.no_grad()
-    def _logits(self, reading: Reading) -> Tensor:
+    def _logits(self, data: EvaluationData) -> Tensor:
         """The model's outputs for these examples."""
         self.model.eval()
         with self._precision():
-            outputs = torch.cat([self.evaluated(reading.batch(*part)).float() for part in reading.parts])
-        return self.ranks.joined(outputs)[: len(reading.labels)]
-
-    # Saving and loading.
-
-    def _parts(self) -> dict[str, Any]:
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
-        return parts | ({} if self.rho_schedule is None else {"rho_schedule": self.rho_schedule})
-
-    def save(self, folder: Path, results: dict[str, Any]) -> None:
-        """Write the checkpoint, all or nothing, with the results so far."""
-        random = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            random["cuda"] = torch.cuda.get_rng_state(self.device)
-        if self.generator is not None:
-            random["own"] = self.generator.get_state()
-        everyone = self.ranks.all(random)
-        if not self.ranks.is_first:
-            return
-        state = {name: part.state_dict() for name, part in self._parts().items()}
-        state |= {"random": everyone, "results": results}
-        state |= {name: getattr(self, name) for name in ("epoch", "step", "sums", "seconds")}
-        buffer = BytesIO()
-        torch.save(state, buffer)
-        files.write(folder / CHECKPOINT, buffer.getvalue())
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Go on where `save` left off; gives the results it was handed."""
-        path = folder / CHECKPOINT
-        content = files.read(path)
-        try:
-            state = torch.load(BytesIO(content), map_location=self.device, weights_only=True)
-            for name, part in self._parts().items():
-                part.load_state_dict(state[name])
-            for name in ("epoch", "step", "sums", "seconds"):
-                setattr(self, name, state[name])
-            if len(state["random"]) != self.ranks.world:
-                raise ValueError(f"{len(state['random'])} processes, not {self.ranks.world}, wrote it")
-            random = state["random"][self.ranks.rank]
-            torch.set_rng_state(random["cpu"].cpu())
-            if self.device.type == "cuda":
-                torch.cuda.set_rng_state(random["cuda"].cpu(), self.device)
-            if self.generator is not None:
-                self.generator.set_state(random["own"].cpu())
-            results: dict[str, Any] = state["results"]
-            return results
-        except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
+            outputs = torch.cat([self.evaluated(data.batch(*part)).float() for part in data.parts])
+        return self.ranks.joined(outputs)[: len(data.labels)]
 
 
 def _refuse_what_is_not_shared(config: Config) -> None:
@@ -280,29 +200,3 @@ def _refuse_what_is_not_shared(config: Config) -> None:
 
 def share_right(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(1) == labels).double().mean()
-
-
-def learning_rate_factor(schedule: str, warmup: int, total: int) -> Callable[[int], float]:
-    """The factor on the learning rate: a linear rise, then the schedule down to 0 (or none).
-
-    >>> [round(learning_rate_factor("linear", 2, 6)(step), 2) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    """
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = (step - warmup) / max(1, total - warmup)
-        return {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[schedule]
-
-    return factor
-
-
-def device_of(name: str) -> torch.device:
-    """The named device, or a GPU where there is one."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
-        raise LabError(f"device {name!r} cannot be used here: {str(error).strip().splitlines()[0]}") from error
-    return device

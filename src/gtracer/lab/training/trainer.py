@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from pathlib import Path
-from types import FrameType
-from typing import Protocol
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
+from gtracer.lab.training import checkpoint
+from gtracer.lab.training.callbacks import Callback
+from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import joined
-from gtracer.lab.training.run import CHECKPOINT, Run, device_of
+from gtracer.lab.training.interrupts import stop_on_interrupt
+from gtracer.lab.training.run import Run
+from gtracer.lab.training.steps import Eager, Steps
+
+Told = float | dict[str, float] | None  # the loss of a step; the row of an epoch; neither, where it only pauses
 
 
-class Watcher(Protocol):
-    """Is told what happens: a progress bar, TensorBoard, nobody."""
-
-    def step(self, run: Run, loss: float) -> None: ...
-
-    def epoch(self, run: Run, row: dict[str, float]) -> None: ...
-
-
-def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool = False) -> Record:
+def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bool = False) -> Record:
     """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
 
     Raises:
@@ -40,49 +35,77 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         record = ranks.from_first(lambda: record_in(folder, config, resume))
         if record is not None and record.finished:
             return record
-        run = Run(config, ranks)
-        record = record or Record(config, provenance.describe(run.device, ranks.world), notes=run.notes)
+        steps = Eager(Run(config, ranks))
         with files.locked(folder, "run") if ranks.is_first else nullcontext():
-            _train(run, record, folder, watchers, resume)
+            record = record or new_record(steps, ranks.world)
+            resumed = resume and (folder / checkpoint.NAME).exists()
+            with stop_on_interrupt() as stopped, closing(fit(steps, record, folder, resume=resumed)) as progress:
+                for told in progress:
+                    for callback in callbacks:
+                        if isinstance(told, dict):
+                            callback.epoch(steps.run, told)
+                        elif told is not None:
+                            callback.step(steps.run, told)
+                    if not isinstance(told, dict) and ranks.any(stopped()):
+                        progress.close()
+                        steps.save(folder, record.results())
+                        raise Interrupted(f"go on with gtracer train --resume {folder}")
         return record
 
 
-def _train(run: Run, record: Record, folder: Path, watchers: list[Watcher], resume: bool) -> None:
-    if resume and (folder / CHECKPOINT).exists():
-        record.take(run.load(folder))
+def fit(
+    steps: Steps, record: Record, folder: Path, *, resume: bool = False, save_seconds: float = 0.0
+) -> Generator[Told]:
+    """The training loop, whoever makes the steps: to the last epoch, with record and checkpoint on the way.
+
+    Args:
+        steps: Makes them, and holds the run.
+        record: Is filled, epoch by epoch.
+        folder: Of the run.
+        resume: Go on from the checkpoint.
+        save_seconds: How long after one checkpoint the next is written, at the end of an epoch.
+    """
+    run = steps.run
+    if resume:
+        record.take(steps.load(folder))
     # Before the first epoch is spent on a folder that cannot be written.
     run.ranks.from_first(lambda: record.write(folder))
+    saved = time.monotonic()
     try:
-        with stop_on_interrupt() as stopped:
-            while run.epoch < run.config.epochs:
-                _one_epoch(run, record, folder, watchers, stopped)
+        while run.epoch < run.config.epochs:
+            row = yield from _epoch(steps)
+            record.add(row, run.seconds)
+            record.peak_memory = max(record.peak_memory, provenance.peak_memory(run.device))
+            run.seconds = 0.0
+            if time.monotonic() - saved >= save_seconds:
+                # With the results: should the power fail between the two files, they are taken from the checkpoint.
+                steps.save(folder, record.results())
+                run.ranks.from_first(lambda: record.write(folder))
+                saved = time.monotonic()
+            yield row
     except DivergedError as error:
         record.failure = str(error)
         if run.ranks.is_first:
             record.write(folder)
         raise
     if run.ranks.is_first:
-        (folder / CHECKPOINT).unlink(missing_ok=True)
+        record.write(folder)
+        (folder / checkpoint.NAME).unlink(missing_ok=True)
 
 
-def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], stopped: Callable[[], bool]) -> None:
+def _epoch(steps: Steps) -> Generator[Told, None, dict[str, float]]:
     start = time.perf_counter()
-    for loss in run.rest_of_epoch():
-        for watcher in watchers:
-            watcher.step(run, loss)
-        if run.ranks.any(stopped()):
-            run.seconds += time.perf_counter() - start
-            run.save(folder, record.results())
-            raise Interrupted(f"go on with gtracer train --resume {folder}")
-    row = run.finish_epoch()
-    record.add(row, run.seconds + time.perf_counter() - start)
-    record.peak_memory = max(record.peak_memory, provenance.peak_memory(run.device))
-    run.seconds = 0.0
-    # The checkpoint holds the results too: should the power fail between the two files, they are taken from there.
-    run.save(folder, record.results())
-    run.ranks.from_first(lambda: record.write(folder))
-    for watcher in watchers:
-        watcher.epoch(run, row)
+    try:
+        yield from steps.rest_of_epoch()
+        return (yield from steps.finish_epoch())
+    finally:
+        steps.run.seconds += time.perf_counter() - start
+
+
+def new_record(steps: Steps, processes: int = 1, in_parallel: int = 1) -> Record:
+    """Of a run that has not begun."""
+    run = steps.run
+    return Record(run.config, provenance.describe(run.device, processes, in_parallel), notes=run.notes)
 
 
 def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
@@ -104,27 +127,3 @@ def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
     if not record.finished and config.kernels != theirs["kernels"]:
         record.notes.append(f"kernels {theirs['kernels']} at first, {config.kernels} later")
     return record
-
-
-@contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Let the step under way be finished on the first Ctrl-C; a second one stops at once.
-
-    Not one in the same second: it is the first again, from the terminal and from torchrun.
-    """
-    seen: float | None = None
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal seen
-        if seen is not None and time.monotonic() - seen > 1:
-            raise KeyboardInterrupt
-        seen = seen or time.monotonic()
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may catch signals
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: seen is not None
-    finally:
-        signal.signal(signal.SIGINT, before)

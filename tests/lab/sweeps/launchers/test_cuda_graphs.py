@@ -14,9 +14,10 @@ from test_sweep import stamps, study
 from gtracer import cli
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast, Replayed
-from gtracer.lab.sweeps.sweep import Shelf, sweep
-from gtracer.lab.training.run import CHECKPOINT
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
+from gtracer.lab.sweeps.sweep import RunsFolder, sweep
+from gtracer.lab.training.captured import Captured
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
 
 QUIET = Console(quiet=True)
@@ -37,7 +38,7 @@ RUNS = [
 def trained(configs, folder, width):
     """Their records, and how each ended."""
     cells = [(config, folder / str(index)) for index, config in enumerate(configs)]
-    ends = {event.config: event.failure for event in Abreast(width)(cells) if event.ended}
+    ends = {event.config: event.failure for event in CudaGraphs(width)(cells) if event.ended}
     return [Record.read(path) for _, path in cells], [ends[config] for config in configs]
 
 
@@ -78,7 +79,7 @@ def test_random_numbers_are_its_own(tmp_path):
 def test_one_that_diverges_or_fails_does_not_disturb_its_neighbours(tmp_path):
     wild, missing = replace(RUNS[0], lr=1e30), replace(RUNS[0], task="cifar100", data=str(tmp_path / "nowhere"))
     cells = [(c, tmp_path / str(i)) for i, c in enumerate([RUNS[0], wild, missing, RUNS[2]])]
-    ends = {event.config: event.failure for event in Abreast(4)(cells) if event.ended}
+    ends = {event.config: event.failure for event in CudaGraphs(4)(cells) if event.ended}
     alone, _ = trained(RUNS, tmp_path / "alone", 1)
     assert ends[RUNS[0]] is ends[RUNS[2]] is None
     assert "not finite" in ends[wild]
@@ -92,7 +93,7 @@ def test_one_that_diverges_or_fails_does_not_disturb_its_neighbours(tmp_path):
 def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monkeypatch):
     """There is room for so many in their second epoch. No run is asked for before one of four has ended."""
     monkeypatch.setattr("gtracer.lab.sweeps.launchers.cuda_graphs.SAVE_SECONDS", 0)
-    plain, together, refused, ended = Replayed.rest_of_epoch, weakref.WeakSet(), [], []
+    plain, together, refused, ended = Captured.rest_of_epoch, weakref.WeakSet(), [], []
 
     def crowded(self):
         together.add(self)
@@ -107,9 +108,9 @@ def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monke
             yield cell
 
     alone, _ = trained(RUNS, tmp_path / "alone", 1)
-    monkeypatch.setattr(Replayed, "rest_of_epoch", crowded)
+    monkeypatch.setattr(Captured, "rest_of_epoch", crowded)
     cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS)]
-    for event in Abreast(4)(handed()):
+    for event in CudaGraphs(4)(handed()):
         ended += [event] if event.ended else []
     assert sorted(map(str, (event.config for event in ended))) == sorted(map(str, RUNS))
     if not room:  # alone there is nobody to wait for
@@ -123,11 +124,11 @@ def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monke
 @pytest.mark.parametrize("turns", [3, 9, 14])
 def test_cut_and_resumed(tmp_path, turns, monkeypatch):
     """In mid-epoch too: closed after so many turns, the runs save; started again, they end on the same numbers."""
-    monkeypatch.setattr("gtracer.lab.sweeps.launchers.cuda_graphs.TURN", 2)
+    monkeypatch.setattr("gtracer.lab.training.captured.TURN", 2)
     configs = [replace(c, epochs=6) for c in RUNS]
     straight, _ = trained(configs, tmp_path / "straight", 4)
     cells = [(c, tmp_path / "cut" / str(i)) for i, c in enumerate(configs)]
-    events = Abreast(len(RUNS))(cells)
+    events = CudaGraphs(len(RUNS))(cells)
     for _ in range(turns):
         assert not next(events).ended
     events.close()
@@ -143,7 +144,7 @@ def test_ctrl_c_comes_between_turns(tmp_path, monkeypatch):
     """Not in the middle of a step, which would be made twice: all of them save, and end on the same numbers."""
     configs = [replace(c, epochs=6) for c in RUNS[:3]]
     straight, _ = trained(configs, tmp_path / "straight", 3)
-    original, steps = Replayed._step, []
+    original, steps = Captured._step, []
 
     def step(replayed, *shape):
         steps.append(shape)
@@ -151,7 +152,7 @@ def test_ctrl_c_comes_between_turns(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return original(replayed, *shape)
 
-    monkeypatch.setattr(Replayed, "_step", step)
+    monkeypatch.setattr(Captured, "_step", step)
     with pytest.raises(KeyboardInterrupt):
         trained(configs, tmp_path / "cut", 3)
     assert all((tmp_path / "cut" / str(i) / CHECKPOINT).exists() for i in range(3))
@@ -162,7 +163,7 @@ def test_ctrl_c_comes_between_turns(tmp_path, monkeypatch):
 def test_a_plain_run_goes_on_from_its_checkpoint(tmp_path):
     """And it from a plain run's: the checkpoint is the same thing."""
     config = replace(RUNS[2], epochs=6)
-    events = Abreast(1)([(config, tmp_path / "run")])
+    events = CudaGraphs(1)([(config, tmp_path / "run")])
     next(events)
     events.close()
     went_on = train(config, tmp_path / "run", [], resume=True)
@@ -171,11 +172,11 @@ def test_a_plain_run_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_as_the_engine_of_a_sweep(tmp_path):
-    sweep(study(), tmp_path, Abreast(3), QUIET)
+    sweep(study(), tmp_path, CudaGraphs(3), QUIET)
     before = stamps(tmp_path)
     assert len(before) == 4
-    assert all(record.finished for record in Shelf.of(tmp_path).all())
-    sweep(study(), tmp_path, Abreast(3), QUIET)
+    assert all(record.finished for record in RunsFolder.of(tmp_path).all())
+    sweep(study(), tmp_path, CudaGraphs(3), QUIET)
     assert stamps(tmp_path) == before
 
 
@@ -187,7 +188,7 @@ def test_as_the_engine_of_a_sweep(tmp_path):
     ],
 )
 def test_what_cannot_be_replayed_is_refused(change, message, tmp_path):
-    (event,) = Abreast(1)([(replace(RUNS[2], **change), tmp_path)])
+    (event,) = CudaGraphs(1)([(replace(RUNS[2], **change), tmp_path)])
     assert message in event.failure
     assert "use --engine local" in event.failure
 

@@ -11,11 +11,10 @@ from test_sweep import study
 
 from gtracer import cli
 from gtracer.lab.results.record import Record
-from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs, Processes
 from gtracer.lab.sweeps.launchers.local import Process
-from gtracer.lab.sweeps.launchers.processes import Crowd
-from gtracer.lab.sweeps.sweep import Shelf
-from gtracer.lab.training.run import CHECKPOINT
+from gtracer.lab.sweeps.sweep import RunsFolder
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 
 
 def curves(cells):
@@ -24,7 +23,7 @@ def curves(cells):
 
 def alone(cells, folder):
     mine = [(config, folder / str(index)) for index, (config, _) in enumerate(cells)]
-    assert all(event.failure is None for event in Abreast(1)(mine))
+    assert all(event.failure is None for event in CudaGraphs(1)(mine))
     return curves(mine)
 
 
@@ -32,7 +31,7 @@ def test_as_if_alone(tmp_path, monkeypatch):
     """Seven runs by two processes of two: each is handed the next one when one has ended, and ends by itself."""
     monkeypatch.setattr(Process, "interrupt", lambda process: pytest.fail("interrupted at its end"))
     cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS[:7])]
-    events = list(Crowd(2, 3)(cells))
+    events = list(Processes(2, 3)(cells))
     assert {event.config: event.failure for event in events if event.ended} == {config: None for config, _ in cells}
     assert [event.epochs for event in events if event.config == RUNS[0]] == [1, 2, 3, 0]
     assert not multiprocessing.active_children()
@@ -44,7 +43,7 @@ def test_as_if_alone(tmp_path, monkeypatch):
 def test_a_process_that_dies_takes_only_its_own_runs(tmp_path):
     """They are told of; the other process makes the rest; given again, they go on to the same numbers."""
     cells = [(replace(RUNS[0], seed=seed, epochs=20), tmp_path / str(seed)) for seed in range(6)]
-    events = Crowd(2, 4)(cells)
+    events = Processes(2, 4)(cells)
     first = next(events)
     victim, _ = multiprocessing.active_children()
     os.kill(victim.pid, signal.SIGKILL)
@@ -53,14 +52,14 @@ def test_a_process_that_dies_takes_only_its_own_runs(tmp_path):
     lost = [reason for reason in ends.values() if reason]
     assert 1 <= len(lost) <= 2
     assert all("its process died" in reason for reason in lost)
-    assert all(event.failure is None for event in Crowd(2, 4)(cells))
+    assert all(event.failure is None for event in Processes(2, 4)(cells))
     for found, expected in zip(curves(cells), alone(cells, tmp_path / "alone"), strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_all_of_them_die(tmp_path):
     cells = [(replace(RUNS[0], seed=seed, epochs=200), tmp_path / str(seed)) for seed in range(4)]
-    events = Crowd(2, 2)(cells)
+    events = Processes(2, 2)(cells)
     ends = [next(events)]
     for victim in multiprocessing.active_children():
         os.kill(victim.pid, signal.SIGKILL)
@@ -71,7 +70,7 @@ def test_all_of_them_die(tmp_path):
 
 def test_closed_they_save(tmp_path):
     cells = [(replace(RUNS[0], seed=seed, epochs=500), tmp_path / str(seed)) for seed in range(3)]
-    events = Crowd(2, 4)(cells)
+    events = Processes(2, 4)(cells)
     seen = set()
     while len(seen) < 3:  # all are under way
         seen.add(next(events).config)
@@ -84,4 +83,4 @@ def test_from_the_command_line(tmp_path):
     study().write(tmp_path)
     words = ["--engine", "side-by-side", "--processes", "2", "--workers", "4", "--out", str(tmp_path / "out")]
     assert cli.main(["sweep", str(tmp_path / "study.json"), *words]) == 0
-    assert [record.finished for record in Shelf.of(tmp_path / "out").all()] == [True] * 4
+    assert [record.finished for record in RunsFolder.of(tmp_path / "out").all()] == [True] * 4

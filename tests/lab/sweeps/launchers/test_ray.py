@@ -17,7 +17,7 @@ from gtracer import cli
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.ray import Ray
 from gtracer.lab.sweeps.study import Study
-from gtracer.lab.sweeps.sweep import Shelf, sweep
+from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 from places import TESTS
 
 pytest.importorskip("ray")
@@ -95,8 +95,8 @@ def test_the_same_records_through_the_death_of_a_worker(cluster, tmp_path):
     mine = study(epochs=40)
     sweep(mine, tmp_path / "out", kill_the_first, QUIET)
     assert killed
-    for config in mine.cells():
-        assert Record.read(tmp_path / "out" / config.cell.folder).curves == straight(config, tmp_path)
+    for config in mine.configs():
+        assert Record.read(tmp_path / "out" / config.identity.folder).curves == straight(config, tmp_path)
     before = stamps(tmp_path / "out")
     sweep(mine, tmp_path / "out", Ray(cluster.address), QUIET)
     assert stamps(tmp_path / "out") == before
@@ -125,7 +125,7 @@ def test_the_cluster_goes_away(cluster, tmp_path, capsys):
     before = stamps(tmp_path / "out")
     sweep(mine.changed(seeds=1), tmp_path / "out", TWO, QUIET)
     assert stamps(tmp_path / "out") == before
-    assert all(record.finished for record in Shelf.of(tmp_path / "out").all())
+    assert all(record.finished for record in RunsFolder.of(tmp_path / "out").all())
 
 
 def test_no_cluster(tmp_path, capsys, monkeypatch):

@@ -30,8 +30,8 @@ def write(folder: Path, out: Path, tell: Callable[[str], None] = lambda line: No
     for picture in pictures:
         files.write(out / "figures" / f"{picture.name}.png", picture.png)
         files.write(out / "figures" / f"{picture.name}.svg", picture.svg)
-    strangers = len(list(folder.rglob(record.NAME))) - len(problems) - len(page.records(found))
-    whole = page.render(found, table, pictures, strangers, problems)
+    others = len(list(folder.rglob(record.NAME))) - len(problems) - len(page.records(found))
+    whole = page.render(found, table, pictures, others, problems)
     files.write(out / "index.html", _bytes(whole))
     return out / "index.html"
 

@@ -22,7 +22,7 @@ from gtracer.lab.results.statistics import Results
 HERE = Path(__file__).parent
 
 
-def render(results: Results, table: Table, pictures: list[Picture], strangers: int, problems: list[str]) -> str:
+def render(results: Results, table: Table, pictures: list[Picture], others: int, problems: list[str]) -> str:
     """The page as HTML. Every string of a study or a record goes through Jinja's escaping."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -39,7 +39,7 @@ def render(results: Results, table: Table, pictures: list[Picture], strangers: i
         notes=table.notes,
         sections=_sections(figures, several=len(results.study.settings) > 1),
         charts={name: _chart(name, picture) for name, picture in figures.items()},
-        provenance=_provenance(results, strangers),
+        provenance=_provenance(results, others),
         problems=problems,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
@@ -49,7 +49,7 @@ def render(results: Results, table: Table, pictures: list[Picture], strangers: i
 
 
 def _facts(results: Results) -> list[str]:
-    wanted = len(results.study.cells())
+    wanted = len(results.study.configs())
     finished = sum(record.finished for record in records(results))
     seeds = {len(result.point.seeds) for result in results.all}
     counts = {"method": len(results.study.methods), "setting": len(results.study.settings), "seed": max(seeds)}
@@ -85,7 +85,7 @@ def records(results: Results) -> list[Record]:
     return list({id(record): record for result in results.all for record in result.records}.values())
 
 
-def _provenance(results: Results, strangers: int) -> list[tuple[str, list[str]]]:
+def _provenance(results: Results, others: int) -> list[tuple[str, list[str]]]:
     """Where the numbers come from: what was seen, and in how many records."""
     found = records(results)
     environments = [record.environment for record in found]
@@ -93,9 +93,9 @@ def _provenance(results: Results, strangers: int) -> list[tuple[str, list[str]]]
     states = Counter(finished=sum(record.finished for record in found), diverged=failed)
     states["unfinished"] = len(found) - states.total()
     count = f"{len(found)}: " + ", ".join(f"{n} {state}" for state, n in states.items() if n) if found else "none"
-    others = [f"{strangers} more in the folder that the study does not ask for"] if strangers else []
+    more = [f"{others} more in the folder that the study does not ask for"] if others else []
     return [
-        ("Records", [count, *others]),
+        ("Records", [count, *more]),
         ("Commits", _seen(e.get("commit") or "unknown" for e in environments)),
         ("Versions", _seen(_told(e.get("versions")) for e in environments)),
         ("Hardware", _seen(_told(e.get("hardware")) for e in environments)),

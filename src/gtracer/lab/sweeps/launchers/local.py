@@ -1,4 +1,4 @@
-"""Runs side by side on this machine: processes that train one run after the other, and may die."""
+"""Runs in parallel on this machine: processes that train one run after the other, and may die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 
-Cell = tuple[Config, Path]  # a run and its folder
+Job = tuple[Config, Path]  # a run and its folder
 RETRIES = 2
 
 
@@ -44,26 +44,26 @@ class Local:
     def __init__(self, processes: int | None = None, retries: int = RETRIES) -> None:
         self.processes, self.retries = processes, retries
 
-    def __call__(self, cells: list[Cell]) -> Iterator[Event]:
+    def __call__(self, jobs: list[Job]) -> Iterator[Event]:
         """Train all of them. Whoever closes the generator stops the processes, which save first."""
-        crew = _Crew(cells, self.retries)
+        pool = _Pool(jobs, self.retries)
         cores, gpus = os.cpu_count() or 1, _gpus()
         processes = self.processes or gpus or cores
         threads = max(1, cores // processes)  # by what was asked: the last run alone has as many as the first
-        places = [(threads, i % gpus if gpus else None) for i in range(min(processes, len(cells)))]
-        keepers = [threading.Thread(target=crew.work, args=place) for place in places]
-        for keeper in keepers:
-            keeper.start()
+        places = [(threads, i % gpus if gpus else None) for i in range(min(processes, len(jobs)))]
+        crew = [threading.Thread(target=pool.work, args=place) for place in places]
+        for thread in crew:
+            thread.start()
         try:
-            left = len(cells)
+            left = len(jobs)
             while left:
-                event = crew.events.get()
+                event = pool.events.get()
                 left -= event.ended
                 yield event
         finally:
-            crew.stop()
-            for keeper in keepers:
-                keeper.join()
+            pool.stop()
+            for thread in crew:
+                thread.join()
 
 
 class Process:
@@ -101,12 +101,12 @@ class Process:
         return self._process.exitcode
 
 
-class _Crew:
+class _Pool:
     """The queue of runs, and the threads that each keep one process busy with it."""
 
-    def __init__(self, cells: list[Cell], retries: int) -> None:
+    def __init__(self, jobs: list[Job], retries: int) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._todo = iter(cells)
+        self._todo = iter(jobs)
         self._retries = retries
         self._lock = threading.Lock()
         self._stopped = False
@@ -114,16 +114,16 @@ class _Crew:
 
     def work(self, threads: int, gpu: int | None) -> None:
         process: Process | None = None
-        while (cell := self._next()) is not None:
+        while (job := self._next()) is not None:
             for attempt in range(self._retries + 1):
                 process = process or self._start(threads, gpu)
-                if process is None or self._train(process, cell):
+                if process is None or self._train(process, job):
                     break
                 code = self._end(process)
                 process = None
                 if attempt == self._retries and not self._stopped:
                     reason = f"its process died {attempt + 1} times, at last with exit code {code}"
-                    self.events.put(Event(cell[0], ended=True, failure=reason))
+                    self.events.put(Event(job[0], ended=True, failure=reason))
         if process is not None:
             self._end(process)
 
@@ -133,7 +133,7 @@ class _Crew:
             for process in self._processes:
                 process.interrupt()
 
-    def _next(self) -> Cell | None:
+    def _next(self) -> Job | None:
         with self._lock:
             return None if self._stopped else next(self._todo, None)
 
@@ -150,10 +150,10 @@ class _Crew:
             self._processes.discard(process)
         return process.end()
 
-    def _train(self, process: Process, cell: Cell) -> bool:
+    def _train(self, process: Process, job: Job) -> bool:
         """Whether the process lived to tell the end."""
         try:
-            process.pipe.send(cell)
+            process.pipe.send(job)
             while True:
                 event: Event = process.receive()
                 self.events.put(event)
@@ -163,7 +163,7 @@ class _Crew:
             return False
 
 
-class Teller:
+class PipeCallback:
     """Tells a run's epochs through the pipe, and leaves off when nobody is at its other end any more."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -208,22 +208,22 @@ def _serve(pipe: Connection, threads: int, gpu: int | None) -> None:
     torch.set_num_threads(threads)
     while True:
         config, folder = pipe.recv()
-        pipe.send(Event(config, ended=True, failure=failure_of(config, folder, [Teller(pipe)])))
+        pipe.send(Event(config, ended=True, failure=failure_of(config, folder, [PipeCallback(pipe)])))
 
 
-def failure_of(config: Config, folder: Path, watchers: list[Any]) -> str | None:
+def failure_of(config: Config, folder: Path, callbacks: list[Any]) -> str | None:
     """Train the run, or go on with it; why it failed, if it did."""
     from gtracer.lab.results.record import NAME
     from gtracer.lab.training.trainer import train
 
     try:
-        train(config, folder, watchers, resume=(folder / NAME).exists())
+        train(config, folder, callbacks, resume=(folder / NAME).exists())
     except Exception as error:  # a run that fails must not take the others with it
-        return told(error, folder)
+        return reason(error, folder)
     return None
 
 
-def told(error: Exception, folder: Path) -> str:
+def reason(error: Exception, folder: Path) -> str:
     """Why a run failed, in one line."""
     if isinstance(error, LabError):
         return str(error)

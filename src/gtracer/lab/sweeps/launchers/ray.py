@@ -19,7 +19,7 @@ from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import NAME
-from gtracer.lab.sweeps.launchers.local import RETRIES, Cell, Event, Process, failure_of
+from gtracer.lab.sweeps.launchers.local import RETRIES, Event, Job, Process, failure_of
 
 LOG = "ray.log"
 GONE_AFTER = "20"  # seconds without an answer; Ray's own 60 keep one waiting
@@ -43,16 +43,16 @@ class Ray:
     gpus: float = 0
     retries: int = RETRIES
 
-    def __call__(self, cells: list[Cell]) -> Iterator[Event]:
+    def __call__(self, jobs: list[Job]) -> Iterator[Event]:
         """Train all of them. Whoever closes the generator takes the tasks off the cluster."""
         # A process of its own talks to Ray: when the cluster goes away, Ray ends that process without a word.
-        log = cells[0][1].parent / LOG
-        driver = Process(_drive, self, [config for config, _ in cells], _mark(cells), log)
+        log = jobs[0][1].parent / LOG
+        driver = Process(_drive, self, [config for config, _ in jobs], _mark(jobs), log)
         try:
             _wait_for(driver, self.address, log)
-            for done in range(len(cells)):
-                index, failure, content = _receive(driver, f"{done} of {len(cells)}", self.address, log)
-                config, folder = cells[index]
+            for done in range(len(jobs)):
+                index, failure, content = _receive(driver, f"{done} of {len(jobs)}", self.address, log)
+                config, folder = jobs[index]
                 if content is not None:
                     files.write(folder / NAME, content)
                 yield Event(config, ended=True, failure=failure)
@@ -83,9 +83,9 @@ def _receive(driver: Process, done: str, address: str | None, log: Path) -> Any:
         ) from error
 
 
-def _mark(cells: list[Cell]) -> str:
+def _mark(jobs: list[Job]) -> str:
     """A name for this sweep on the cluster's machines, the same when it is started again."""
-    where = f"{platform.node()}:{cells[0][1].parent.resolve()}"
+    where = f"{platform.node()}:{jobs[0][1].parent.resolve()}"
     return hashlib.sha256(where.encode()).hexdigest()[:12]
 
 
@@ -120,7 +120,7 @@ def _drive(pipe: Connection, wanted: Ray, configs: list[Config], mark: str, log:
 
 def _train(config: Config, mark: str) -> tuple[str | None, bytes | None]:
     """On one of the cluster's machines: why it failed, if it did, and the record."""
-    folder = Path(tempfile.gettempdir()) / f"gtracer-{mark}" / config.cell.folder
+    folder = Path(tempfile.gettempdir()) / f"gtracer-{mark}" / config.identity.folder
     failure = failure_of(config, folder, [])
     content = files.read(folder / NAME) if (folder / NAME).exists() else None
     shutil.rmtree(folder, ignore_errors=True)

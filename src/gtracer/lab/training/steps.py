@@ -1,0 +1,77 @@
+"""How the steps of a run are made: one by one as here, or as CUDA graphs (`captured.Captured`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gtracer.lab.training import checkpoint
+from gtracer.lab.training.run import IGNORED, Run
+from gtracer.optim import NonFiniteError, TwoPassOptimizer
+
+
+class Steps(Protocol):
+    """What the training loop asks for. None among what is yielded is a pause: others may use the device meanwhile."""
+
+    run: Run
+
+    def rest_of_epoch(self) -> Iterator[float | None]:
+        """Make the steps that are left of this epoch; after each its loss, where it is known so soon."""
+
+    def finish_epoch(self) -> Generator[None, None, dict[str, float]]:
+        """Evaluate, and go on to the next epoch. Returns the epoch's row of the record."""
+
+    def save(self, folder: Path, results: dict[str, Any]) -> None:
+        """Write the checkpoint, with the results so far."""
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Go on where `save` left off; gives the results it was handed."""
+
+
+class Eager:
+    """Steps one by one, each of which waits for the device."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def rest_of_epoch(self) -> Iterator[float]:
+        batches = torch.split(self.run.order(), self.run.config.batch_size)
+        self.run.model.train()
+        for rows in batches[self.run.step :]:
+            yield self._make(rows)
+
+    def _make(self, rows: Tensor) -> float:
+        run = self.run
+        mine, counted = run.ranks.share(rows)
+        inputs, labels = run.batch(mine)
+        if counted < len(mine):  # padding rows, excluded from the loss
+            labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
+        try:
+            loss = float(run.ranks.mean(run.update(inputs, labels, len(rows))))
+        except NonFiniteError:
+            loss = math.nan
+        run.require_finite(loss)
+        run.schedule.step()
+        if run.rho_schedule is not None:
+            run.rho_schedule.step()
+        run.step += 1
+        run.sums["train_loss"] += loss
+        if isinstance(run.optimizer, TwoPassOptimizer) and run.optimizer.stats is not None:
+            run.sums["trace_ratio"] += run.optimizer.stats.trace_ratio
+            run.sums["penalty_ratio"] += run.optimizer.stats.penalty_ratio
+        return loss
+
+    def finish_epoch(self) -> Generator[None, None, dict[str, float]]:
+        yield from ()
+        return self.run.row({name: value.item() for name, value in self.run.measured().items()})
+
+    def save(self, folder: Path, results: dict[str, Any]) -> None:
+        checkpoint.save(self.run, folder, results)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return checkpoint.load(self.run, folder)
