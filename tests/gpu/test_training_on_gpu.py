@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gtracer import AdamWTracer, Clip, FiniteDifference, SGDTracer
-from gtracer.lab.benchmarks.estimators import Transformer
+from gtracer.lab.models.transformer import Transformer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab.benchmarks import estimators, optimizers, scaling, throughput
+from gtracer.lab.benchmarks import estimators, measurement, optimizers, scaling, throughput
 from gtracer.lab.errors import LabError
+from gtracer.lab.models.transformer import Transformer
 from problems import relative_error
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("model", estimators.MODELS)
 def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(estimators, "peak", lambda step, device: 3_000_000)
+    monkeypatch.setattr(measurement, "peak", lambda step, device: 3_000_000)
     monkeypatch.setenv("COLUMNS", "120")
     out = tmp_path / "bench.json"
     words = ["bench", "estimators", "--model", model, "--rounds", "1", "--batch-size", "4", "--micro-batch", "2"]
@@ -39,7 +40,7 @@ def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, 
 def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
     """Every row over its own base; memory in copies of the weights."""
     memory = iter(range(1_000_000, 100_000_000, 1_000_000))
-    monkeypatch.setattr(optimizers, "peak", lambda step, device, state: next(memory))
+    monkeypatch.setattr(measurement, "peak", lambda step, device, state: next(memory))
     monkeypatch.setenv("COLUMNS", "140")
     out = tmp_path / "steps.json"
     words = ["bench", "steps", "--model", "transformer", "--rounds", "1", "--batch-size", "2", "--precision", "bf16"]
@@ -99,7 +100,7 @@ def test_a_gpu_is_spared_what_takes_minutes_to_compile():
 
 def test_the_encoders_size():
     with torch.device("meta"):
-        net = estimators.Transformer(30_522, 256, 768, 12, heads=12, twice=False)
+        net = Transformer(30_522, 256, 768, 12, heads=12, twice=False)
     assert sum(p.numel() for p in net.parameters()) == pytest.approx(109e6, rel=0.01)
 
 
@@ -145,7 +146,7 @@ def test_an_unknown_model_is_refused(capsys):
 def test_the_naive_estimator_is_the_same_estimator():
     """Else the comparison with it would say nothing."""
     torch.manual_seed(0)
-    model = estimators.Transformer(words=20, length=4, width=8, layers=1).double()
+    model = Transformer(words=20, length=4, width=8, layers=1).double()
     x, y = torch.randint(20, (5, 4)), torch.randint(estimators.CLASSES, (5,))
     with Recording(model) as recording:
         loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -156,7 +157,7 @@ def test_the_naive_estimator_is_the_same_estimator():
 def test_rows_are_measured_in_turn():
     order = []
     steps = {name: (lambda name=name: order.append(name)) for name in "ab"}
-    seconds = estimators.seconds_of(steps, 3, CPU)
+    seconds = measurement.seconds_of(steps, 3, CPU)
     assert order == ["a", "b"] * 5
     assert [len(times) for times in seconds.values()] == [3, 3]
 
@@ -171,7 +172,7 @@ def test_peak_memory_is_what_torch_allocates():
         torch.zeros(1_000_000)
         return small
 
-    assert estimators.peak(step, CPU) == pytest.approx(12e6, rel=0.01)
+    assert measurement.peak(step, CPU) == pytest.approx(12e6, rel=0.01)
 
 
 def test_sizes_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):

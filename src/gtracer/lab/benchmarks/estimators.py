@@ -1,91 +1,31 @@
-"""`gtracer bench`: what a step costs, estimator by estimator, as ratios measured side by side in one run."""
+"""`gtracer bench estimators`: what a step costs, estimator by estimator, as ratios measured in one run."""
 
 from __future__ import annotations
 
-import gc
-import itertools
-import json
 import statistics
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 
 from gtracer import curvature
 from gtracer.curvature import Estimator, Evaluation
 from gtracer.experimental import vectorised_micro_batch
-from gtracer.lab import files
+from gtracer.lab.benchmarks import measurement
+from gtracer.lab.benchmarks.measurement import Step
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
-from gtracer.lab.results import provenance
-from gtracer.lab.training.device import device_of
+from gtracer.lab.models.transformer import CLASSES, Transformer
 from gtracer.optim import SGDTracer
 
-Step = Callable[[], Any]
 MODELS = ("resnet20", "resnet20-gn", "transformer")
-CLASSES = 100
 BASE, EXACT = "gradient_magnitude", "gradient_magnitude, exact"
-
-
-class Attention(nn.Module):
-    """Self-attention of linear layers; `twice` by the back end that can be differentiated twice."""
-
-    def __init__(self, width: int, heads: int, twice: bool) -> None:
-        super().__init__()
-        self.heads, self.mixed, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.twice = twice
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.mixed(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(SDPBackend.MATH) if self.twice else nullcontext():
-            mixed = functional.scaled_dot_product_attention(q, k, v)
-        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return found
-
-
-class Transformer(nn.Module):
-    """A small classifier of token sequences: layer norm first, learnt positions."""
-
-    def __init__(
-        self,
-        words: int = 1000,
-        length: int = 32,
-        width: int = 128,
-        layers: int = 2,
-        *,
-        heads: int = 4,
-        twice: bool = True,
-    ) -> None:
-        super().__init__()
-        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.attentions = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), Attention(width, heads, twice)) for _ in range(layers)
-        )
-        self.wides = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(layers)
-        )
-        self.out = nn.Linear(width, CLASSES)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.words(words) + self.positions(torch.arange(words.shape[1], device=words.device)[None])
-        for attention, wide in zip(self.attentions, self.wides, strict=True):
-            x = x + attention(x)
-            x = x + wide(x)
-        found: Tensor = self.out(x.mean(1))
-        return found
 
 
 def naive_per_example(model: nn.Module, x: Tensor, y: Tensor) -> Estimator:
@@ -142,117 +82,44 @@ def build(model: str, options: dict[str, Any], batch: int, device: torch.device)
     return lambda: opt.step(lambda x, y: cross_entropy(net(x), y), x, y)
 
 
-def captured(step: Step) -> Step:
-    """The step as a CUDA graph, after a few on a stream of their own."""
-
-    def replay() -> Step:
-        graph.replay()
-        return step  # the graph holds addresses alone: what lies there must stay
-
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return replay
-
-
-def seconds_of(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each step, one after the other in every round, so that all see the same machine."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in track(range(rounds + 2), description="rounds", transient=True):
-        for name, step in steps.items():
-            _finish(device)
-            start = time.perf_counter()
-            step()
-            _finish(device)
-            if turn >= 2:  # the first ones warm up
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
-    """Bytes that a step asks torch for, at their highest, beyond what was there before it.
-
-    As asked for: what the GPU's allocator rounds them up to depends on the blocks that it has lying about.
-
-    Args:
-        step: Makes it.
-        device: Where.
-        state: The first step ever, in which an optimiser allocates its state too, and the next one.
-    """
-    if not state:
-        step()  # the optimiser's state is there then
-    gc.collect()  # what others left would be freed, and counted, in between
-    if device.type == "cuda":
-        _finish(device)
-        before: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
-        torch.cuda.reset_peak_memory_stats(device)
-        for _ in range(1 + state):
-            step()
-        _finish(device)
-        highest: int = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
-        return highest - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        for _ in range(1 + state):
-            step()
-    changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    highest = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
-    return highest
-
-
 def estimators(
     *, model: str, batch_size: int, micro_batch: int, rounds: int, device: str, out: Path | None, console: Console
 ) -> dict[str, Any]:
     """Time and memory of a step with every estimator, against the gradient magnitude's; printed and written."""
     if model not in MODELS:
         raise unknown("model", model, MODELS)
-    place = device_of(device)
-    torch.backends.cudnn.benchmark = True  # each shape gets its fastest kernel, for every row alike
+    place = measurement.place_of(device)
     rows = choices(model, micro_batch, place)
     seconds = {}
     modes: dict[str, Callable[[Step], Step]] = {"eager": lambda step: step}
     if place.type == "cuda":
-        modes["CUDA graph"] = captured
+        modes["CUDA graph"] = measurement.captured
     for mode, made in modes.items():
         steps = {row: made(build(model, options, batch_size, place)) for row, options in rows.items()}
-        seconds[mode] = seconds_of(steps, rounds, place)
+        seconds[mode] = measurement.seconds_of(steps, rounds, place)
     built = {row: build(model, options, batch_size, place) for row, options in rows.items()}
-    memory = {row: peak(built.pop(row), place) for row in rows}
-    result = {
-        "bench": "estimators",
-        "model": model,
-        "batch_size": batch_size,
-        "micro_batch": micro_batch,
-        "rounds": rounds,
-        **provenance.describe(place),
-        "seconds": seconds,
-        "peak_memory": memory,
-    }
-    for mode, times in seconds.items():
-        console.print(_table(result, mode, times))
-    if out is not None:
-        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    memory = {row: measurement.peak(built.pop(row), place) for row in rows}
+    result = measurement.result_of(
+        "estimators",
+        place,
+        model=model,
+        batch_size=batch_size,
+        micro_batch=micro_batch,
+        rounds=rounds,
+        seconds=seconds,
+        peak_memory=memory,
+    )
+    measurement.publish(result, [_table(result, mode, times) for mode, times in seconds.items()], out, console)
     return result
 
 
 def _table(result: dict[str, Any], mode: str, seconds: dict[str, list[float]]) -> Table:
-    hardware = result["hardware"]
-    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    table = Table(title=f"{result['model']}, batch {result['batch_size']}, {where}, {mode}, {result['rounds']} rounds")
-    table.caption = "÷ FD, ÷ exact: over the gradient magnitude's step with either engine. MB: peak over what is kept."
-    for name in ("curvature", "ms", "lowest – highest", "÷ FD", "÷ exact", "MB"):
-        table.add_column(name, justify="left" if name == "curvature" else "right", no_wrap=True)
+    what = (result["model"], f"batch {result['batch_size']}", mode, f"{result['rounds']} rounds")
+    table = measurement.table_of(
+        measurement.title(result, *what),
+        ("curvature", "ms", "lowest – highest", "÷ FD", "÷ exact", "MB"),
+        caption="÷ FD, ÷ exact: over the gradient magnitude's step with either engine. MB: peak over what is kept.",
+    )
     base, exact = (statistics.median(seconds[name]) for name in (BASE, EXACT))
     for name, times in seconds.items():
         middle = statistics.median(times)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gtracer.lab import files
-from gtracer.lab.benchmarks.estimators import CLASSES, Step, Transformer, captured, peak, seconds_of
+from gtracer.lab.benchmarks import measurement
+from gtracer.lab.benchmarks.measurement import Step
 from gtracer.lab.errors import unknown
 from gtracer.lab.models import network
-from gtracer.lab.results import provenance
-from gtracer.lab.training.device import device_of
+from gtracer.lab.models.transformer import CLASSES, Transformer
 from gtracer.optim import SAM, AdamWTracer, SGDTracer
 from gtracer.penalty import RHO
 
@@ -194,17 +192,17 @@ def steps(
     """Time and memory of a step of every optimiser, over its base's; printed and written."""
     if model not in MODELS:
         raise unknown("model", model, MODELS)
-    place = device_of(device)
-    torch.backends.cudnn.benchmark = True
+    place = measurement.place_of(device)
     compared = rows(place, twice=model in ("resnet20", "transformer"))
     built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
 
     def seconds_each(steps: dict[str, Step]) -> dict[str, list[float]]:
-        taken = seconds_of(steps, rounds, place)
+        taken = measurement.seconds_of(steps, rounds, place)
         return {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
 
     seconds = seconds_each(built)
-    by_graph = {name: captured(built[name]) for name in built if place.type == "cuda" and compared[name].captured}
+    as_graphs = [name for name in built if place.type == "cuda" and compared[name].captured]
+    by_graph = {name: measurement.captured(built[name]) for name in as_graphs}
     graphs = seconds_each(by_graph)
     built.clear()
     by_graph.clear()
@@ -215,41 +213,36 @@ def steps(
     memory, copies = {}, 0
     for name, row in compared.items():
         step, net = build(row, model, batch_size, place, precision)
-        memory[name] = peak(step, place, state=True)
+        memory[name] = measurement.peak(step, place, state=True)
         copies = sum(p.numel() * p.element_size() for p in net.parameters())
-    result = {
-        "bench": "steps",
-        "model": model,
-        "batch_size": batch_size,
-        "precision": precision,
-        "rounds": rounds,
-        **provenance.describe(place),
-        "peers": {package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
-        "seconds": seconds,
-        "graphs": graphs,
-        "arithmetic": arithmetic,
-        "over": {name: row.base for name, row in compared.items()},
-        "peak_memory": memory,
-        "weights": copies,
-    }
-    console.print(_table(result))
-    if out is not None:
-        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    result = measurement.result_of(
+        "steps",
+        place,
+        model=model,
+        batch_size=batch_size,
+        precision=precision,
+        rounds=rounds,
+        peers={package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
+        seconds=seconds,
+        graphs=graphs,
+        arithmetic=arithmetic,
+        over={name: row.base for name, row in compared.items()},
+        peak_memory=memory,
+        weights=copies,
+    )
+    measurement.publish(result, [_table(result)], out, console)
     return result
 
 
 def _table(result: dict[str, Any]) -> Table:
-    hardware = result["hardware"]
-    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    what = (result["model"], f"batch {result['batch_size']}", result["precision"], where, f"{result['rounds']} rounds")
-    table = Table(title=", ".join(what))
-    table.caption = (
-        "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
-        "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. Graph: "
-        "÷ base, each a CUDA graph."
+    what = (result["model"], f"batch {result['batch_size']}", result["precision"], f"{result['rounds']} rounds")
+    table = measurement.table_of(
+        measurement.title(result, *what),
+        ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic", "graph"),
+        caption="÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, "
+        "state included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. "
+        "Graph: ÷ base, each a CUDA graph.",
     )
-    for name in ("optimiser", "ms", "lowest – highest", "÷ base", "copies", "arithmetic", "graph"):
-        table.add_column(name, justify="left" if name == "optimiser" else "right", no_wrap=True)
     middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
     own = {name: statistics.median(times) for name, times in result["arithmetic"].items()}
     own = {name: time / own[ADAMW] for name, time in own.items()}

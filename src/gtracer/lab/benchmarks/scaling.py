@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,11 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gtracer.lab import files
-from gtracer.lab.benchmarks import optimizers
-from gtracer.lab.benchmarks.estimators import captured, seconds_of
-from gtracer.lab.results import provenance
-from gtracer.lab.training.device import device_of
+from gtracer.lab.benchmarks import measurement, optimizers
 
 WIDTHS = ("wrn-16-1", "wrn-16-2", "wrn-16-4", "wrn-16-8")
 DEPTHS = ("resnet20", "resnet32", "resnet56", "resnet110")
@@ -40,32 +35,28 @@ def cases(batch_size: int) -> list[Case]:
 
 def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console) -> None:
     """Time of a step of SGD-TRACER over SGD's, size by size; printed and written."""
-    place = device_of(device)
-    torch.backends.cudnn.benchmark = True
+    place = measurement.place_of(device)
     rows = {name: row for name, row in optimizers.rows(place, twice=False).items() if name in COMPARED}
     found: list[dict[str, Any]] = []
     for case in cases(batch_size):
         steps = {
             name: optimizers.build(row, case.model, case.batch_size, place, precision)[0] for name, row in rows.items()
         }
-        found.append({**case._asdict(), "seconds": seconds_of(steps, rounds, place)})
+        found.append({**case._asdict(), "seconds": measurement.seconds_of(steps, rounds, place)})
         if place.type == "cuda":  # and without what it costs to start kernels
-            found[-1]["graphs"] = seconds_of({name: captured(step) for name, step in steps.items()}, rounds, place)
-            del steps
+            graphs = {name: measurement.captured(step) for name, step in steps.items()}
+            found[-1]["graphs"] = measurement.seconds_of(graphs, rounds, place)
+            del steps, graphs
             torch.cuda.empty_cache()
-    result = {"bench": "sizes", "precision": precision, "rounds": rounds, **provenance.describe(place), "cases": found}
-    console.print(_table(result))
-    if out is not None:
-        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    result = measurement.result_of("sizes", place, precision=precision, rounds=rounds, cases=found)
+    measurement.publish(result, [_table(result)], out, console)
 
 
 def _table(result: dict[str, Any]) -> Table:
-    hardware = result["hardware"]
-    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    table = Table(title=", ".join((result["precision"], where, f"{result['rounds']} rounds")))
     by_graph = ["as CUDA graphs"] if "graphs" in result["cases"][0] else []
-    for name in ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio", *by_graph):
-        table.add_column(name, justify="left" if name in ("what grows", "net") else "right", no_wrap=True)
+    columns = ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio", *by_graph)
+    what = (result["precision"], f"{result['rounds']} rounds")
+    table = measurement.table_of(measurement.title(result, *what), columns, left=2)
     last = None
     for case in result["cases"]:
         if last not in (None, case["family"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import statistics
 import tempfile
@@ -18,10 +17,9 @@ from rich.progress import track
 from rich.table import Table
 
 from gtracer.lab import files
+from gtracer.lab.benchmarks import measurement
 from gtracer.lab.config import Config
-from gtracer.lab.results import provenance
 from gtracer.lab.training.captured import Captured
-from gtracer.lab.training.device import device_of
 
 WIDTHS = (1, 2, 4, 8)
 METHODS: dict[str, dict[str, Any]] = {
@@ -49,8 +47,7 @@ def side_by_side(
 
     Measured on rounds of `steps` steps over made-up images; evaluation is not in it.
     """
-    place = device_of(device)
-    torch.backends.cudnn.benchmark = True
+    place = measurement.place_of(device)
     cells = [(method, width) for method in METHODS for width in widths]
     seconds: dict[str, dict[str, list[float]]] = {method: {} for method in METHODS}
     with tempfile.TemporaryDirectory() as folder:
@@ -61,20 +58,18 @@ def side_by_side(
             runs = [Captured(_of(config, method, seed, rounds)) for seed in range(width)]
             a_step = [taken / steps / width for taken in _rounds(runs, rounds, place)]
             seconds[method][str(width)] = [each * EPOCH / batch_size for each in a_step]
-    result = {
-        "bench": "side-by-side",
-        "model": model,
-        "batch_size": batch_size,
-        "precision": precision,
-        "kernels": kernels,
-        "rounds": rounds,
-        "steps": steps,
-        **provenance.describe(place),
-        "seconds_per_epoch_and_run": seconds,
-    }
-    console.print(_table(result, widths))
-    if out is not None:
-        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
+    result = measurement.result_of(
+        "side-by-side",
+        place,
+        model=model,
+        batch_size=batch_size,
+        precision=precision,
+        kernels=kernels,
+        rounds=rounds,
+        steps=steps,
+        seconds_per_epoch_and_run=seconds,
+    )
+    measurement.publish(result, [_table(result, widths)], out, console)
     return result
 
 
@@ -109,17 +104,13 @@ def _make_up(folder: Path, examples: int) -> None:
 
 
 def _table(result: dict[str, Any], widths: tuple[int, ...]) -> Table:
-    hardware = result["hardware"]
-    where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
     what = (result["model"], f"batch {result['batch_size']}", result["precision"], f"{result['kernels']} kernels")
-    table = Table(title=", ".join((*what, where)))
-    table.caption = (
-        f"Seconds of an epoch of {EPOCH} examples for each run, median of {result['rounds']} rounds; behind it, how "
-        "many times as fast as alone."
+    table = measurement.table_of(
+        measurement.title(result, *what),
+        ("in parallel", *map(str, widths)),
+        caption=f"Seconds of an epoch of {EPOCH} examples for each run, median of {result['rounds']} rounds; after it, "
+        "how many times as fast as alone.",
     )
-    table.add_column("side by side")
-    for width in widths:
-        table.add_column(str(width), justify="right")
     for method, times in result["seconds_per_epoch_and_run"].items():
         middle = {width: statistics.median(times[str(width)]) for width in widths}
         alone = middle[widths[0]]

@@ -1,0 +1,124 @@
+"""How all benchmarks measure, and what they leave: steps taken in turn, memory, a table, a JSON file."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from gtracer.lab import files
+from gtracer.lab.results import provenance
+from gtracer.lab.training.cuda_graph import capture
+from gtracer.lab.training.device import device_of
+
+Step = Callable[[], Any]
+
+
+def place_of(device: str) -> torch.device:
+    """The device, with the fastest kernel for each shape, for every row alike."""
+    torch.backends.cudnn.benchmark = True
+    return device_of(device)
+
+
+def captured(step: Step) -> Step:
+    """The step as a CUDA graph, after a few on a stream of their own."""
+
+    def replay() -> Step:
+        graph.replay()
+        return step  # the graph holds addresses alone: what lies there must stay
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph, _ = capture(step)
+    return replay
+
+
+def seconds_of(steps: dict[str, Step], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each step, one after the other in every round, so that all see the same machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in track(range(rounds + 2), description="rounds", transient=True):
+        for name, step in steps.items():
+            _finish(device)
+            start = time.perf_counter()
+            step()
+            _finish(device)
+            if turn >= 2:  # the first ones warm up
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak(step: Step, device: torch.device, *, state: bool = False) -> int:
+    """Bytes that a step asks torch for, at their highest, beyond what was there before it.
+
+    As asked for: what the GPU's allocator rounds them up to depends on the blocks that it has lying about.
+
+    Args:
+        step: Makes it.
+        device: Where.
+        state: The first step ever, in which an optimiser allocates its state too, and the next one.
+    """
+    if not state:
+        step()  # the optimiser's state is there then
+    gc.collect()  # what others left would be freed, and counted, in between
+    if device.type == "cuda":
+        _finish(device)
+        before: int = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(1 + state):
+            step()
+        _finish(device)
+        highest: int = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        return highest - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        for _ in range(1 + state):
+            step()
+    changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    highest = max(itertools.accumulate((event.nbytes() for event in changes), initial=0))
+    return highest
+
+
+def result_of(bench: str, place: torch.device, **numbers: Any) -> dict[str, Any]:
+    """What a benchmark has found, and where."""
+    return {"bench": bench, **provenance.describe(place), **numbers}
+
+
+def title(result: dict[str, Any], *words: str) -> str:
+    """What was measured, and on which machine."""
+    hardware = result["hardware"]
+    return ", ".join([*words, hardware.get("gpu", f"{hardware['threads']} threads of a CPU")])
+
+
+def table_of(title: str, columns: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
+    """An empty table, whose first columns hold names and the others numbers."""
+    table = Table(title=title, caption=caption)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
+    return table
+
+
+def publish(result: dict[str, Any], tables: Sequence[Table], out: Path | None, console: Console) -> None:
+    """Print the tables; write all numbers, if so wished."""
+    for table in tables:
+        console.print(table)
+    if out is not None:
+        files.write(out, (json.dumps(result, indent=1) + "\n").encode())
