@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from runs import everything
+from runs import last_rows
 
 DEPTHS = (2, 3, 4, 5, 6)
 # The seven values of docs/algorithm.md; TRACER's with δ = 0.01.
@@ -49,28 +48,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/depths"))
     chosen = parser.parse_args()
     pairs = [(method, depth) for method in GRIDS for depth in chosen.depths]
-    with ProcessPoolExecutor(chosen.workers) as pool:
-        trials = {
-            (method, depth, rho, seed): config(method, depth, rho, seed, chosen.epochs, 0.1)
-            for method, depth in pairs
-            for rho in GRIDS[method]
-            for seed in TUNING_SEEDS[: chosen.seeds]
-        }
-        tuned = everything(pool, trials, chosen.out / "tuning")
-        held = {
-            cell[:3]: statistics.mean(tuned[other]["holdout_accuracy"] for other in trials if other[:3] == cell[:3])
-            for cell in trials
-        }
-        best = {pair: max(GRIDS[pair[0]], key=lambda rho, pair=pair: held[(*pair, rho)]) for pair in pairs}
-        finals = {
-            (method, used, best[method, depth], seed): config(
-                method, used, best[method, depth], seed, chosen.epochs, 0.0
-            )
-            for method, depth in pairs
-            for used in chosen.depths
-            for seed in SEEDS[: chosen.seeds]
-        }
-        last = everything(pool, finals, chosen.out / "final")
+    trials = {
+        (method, depth, rho, seed): config(method, depth, rho, seed, chosen.epochs, 0.1)
+        for method, depth in pairs
+        for rho in GRIDS[method]
+        for seed in TUNING_SEEDS[: chosen.seeds]
+    }
+    tuned = last_rows(trials, chosen.out / "tuning", chosen.workers)
+    held = {
+        cell[:3]: statistics.mean(tuned[other]["holdout_accuracy"] for other in trials if other[:3] == cell[:3])
+        for cell in trials
+    }
+    best = {pair: max(GRIDS[pair[0]], key=lambda rho, pair=pair: held[(*pair, rho)]) for pair in pairs}
+    finals = {
+        (method, used, best[method, depth], seed): config(method, used, best[method, depth], seed, chosen.epochs, 0.0)
+        for method, depth in pairs
+        for used in chosen.depths
+        for seed in SEEDS[: chosen.seeds]
+    }
+    last = last_rows(finals, chosen.out / "final", chosen.workers)
     cells, elsewhere = {}, {}
     for method in GRIDS:
         for depth in chosen.depths:

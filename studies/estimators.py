@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from runs import everything
+from runs import last_rows
 
 TRACER = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 SAM = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 1.0, 2.0, 5.0)
@@ -70,25 +69,24 @@ def main() -> None:
         for method in grids.keys() - {"SGD"}:
             low, high = NARROW.get(method, OTHERS)
             grids[method] = tuple(rho for rho in grids[method] if low <= rho <= high)
-    with ProcessPoolExecutor(chosen.workers) as pool:
-        trials = {
-            (method, rho, seed): config(base, method, rho, seed, chosen.holdout)
-            for method, grid in grids.items()
-            for rho in grid
-            for seed in TUNING_SEEDS[: chosen.tuning_seeds]
-        }
-        tuned = everything(pool, trials, chosen.out / "tuning", ESTIMATORS)
-        mean = {
-            cell[:2]: statistics.mean(tuned[other]["holdout_accuracy"] for other in trials if other[:2] == cell[:2])
-            for cell in trials
-        }
-        best = {method: max(grid, key=lambda rho, m=method: mean[m, rho]) for method, grid in grids.items()}
-        finals = {
-            (method, rho, seed): config(base, method, rho, seed, 0.0)
-            for method, rho in best.items()
-            for seed in SEEDS[: chosen.seeds]
-        }
-        last = everything(pool, finals, chosen.out / "final", ESTIMATORS)
+    trials = {
+        (method, rho, seed): config(base, method, rho, seed, chosen.holdout)
+        for method, grid in grids.items()
+        for rho in grid
+        for seed in TUNING_SEEDS[: chosen.tuning_seeds]
+    }
+    tuned = last_rows(trials, chosen.out / "tuning", chosen.workers)
+    mean = {
+        cell[:2]: statistics.mean(tuned[other]["holdout_accuracy"] for other in trials if other[:2] == cell[:2])
+        for cell in trials
+    }
+    best = {method: max(grid, key=lambda rho, m=method: mean[m, rho]) for method, grid in grids.items()}
+    finals = {
+        (method, rho, seed): config(base, method, rho, seed, 0.0)
+        for method, rho in best.items()
+        for seed in SEEDS[: chosen.seeds]
+    }
+    last = last_rows(finals, chosen.out / "final", chosen.workers)
     methods = {}
     for method, rho in best.items():
         rows = [last[cell] for cell in finals if cell[0] == method]

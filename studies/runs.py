@@ -1,38 +1,29 @@
-"""What the studies share: runs side by side, none of them twice."""
+"""Runs of a study that is a script: those that are missing, by the runner of `gtracer sweep`."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
 
 from gtracer.lab.config import Config
+from gtracer.lab.results.record import Record
+from gtracer.lab.sweeps.launchers.local import Local
+from gtracer.lab.sweeps.sweep import run_missing
+
+Key = TypeVar("Key")
 
 
-def run(settings: Config, folder: Path) -> dict[str, float]:
-    """Train (once) and give the last epoch's row; a run that blew up has learnt nothing."""
-    import torch
+def last_rows(configs: Mapping[Key, Config], folder: Path, workers: int) -> dict[Key, dict[str, float]]:
+    """The last epoch of each; one that diverged has learnt nothing. Runs that the folder holds are not made again."""
+    records = run_missing(configs.values(), folder, Local(workers), Console())
+    return {key: _last(records[config.identity]) for key, config in configs.items()}
 
-    from gtracer.lab.errors import DivergedError
-    from gtracer.lab.training.trainer import train
 
-    torch.set_num_threads(1)
-    try:
-        record = train(settings, folder, [], resume=(folder / "record.json").exists())
-    except DivergedError:
+def _last(record: Record) -> dict[str, float]:
+    if record.failure is not None:
         return {"test_accuracy": 0.0, "holdout_accuracy": 0.0, "diverged": 1.0}
     last: dict[str, float] = record.summary()["last"]
     return last
-
-
-def everything(
-    pool: ProcessPoolExecutor, cells: dict[tuple[Hashable, ...], Config], out: Path, order: Sequence[Hashable] = ()
-) -> dict[tuple[Hashable, ...], dict[str, float]]:
-    """Run all cells side by side, those first whose first word comes late in `order`."""
-    ranked = sorted(cells, key=lambda cell: -order.index(cell[0]) if cell[0] in order else 1)
-    waiting = {pool.submit(run, cells[cell], out / "-".join(map(str, cell))): cell for cell in ranked}
-    rows = {}
-    for done in as_completed(waiting):
-        rows[waiting[done]] = done.result()
-        print(f"{len(rows)}/{len(cells)} {waiting[done]} {rows[waiting[done]]['test_accuracy']:.3f}", flush=True)
-    return rows

@@ -15,6 +15,7 @@ from gtracer.lab.results.report.figures import pictures
 from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.study import load
+from gtracer.lab.sweeps.sweep import RunsFolder
 from places import ROOT
 
 STUDIES = ROOT / "studies"
@@ -23,6 +24,10 @@ STUDIES = ROOT / "studies"
 def study(name, *words):
     command = [sys.executable, str(STUDIES / f"{name}.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def records(folder):
+    return RunsFolder.of(folder).all()
 
 
 def test_the_study_of_estimators_runs(tmp_path):
@@ -35,8 +40,8 @@ def test_the_study_of_estimators_runs(tmp_path):
     best = max(result["per-example"]["holdout"], key=lambda rho: result["per-example"]["holdout"][rho])
     assert float(best) == result["per-example"]["rho"]
     assert f"| per-example | {result['per-example']['rho']:g}" in printed
-    final = Record.read(tmp_path / "final" / f"per-example-{result['per-example']['rho']}-0")
-    assert final.config.holdout == 0
+    (final,) = [r for r in records(tmp_path / "final") if r.config.curvature == "per-example"]
+    assert (final.config.rho, final.config.holdout) == (result["per-example"]["rho"], 0)
     assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]
 
 
@@ -45,13 +50,13 @@ def test_the_study_of_depths_runs(tmp_path):
     printed = study("depths", "--epochs", "1", "--seeds", "1", "--depths", "2", "3", "--out", str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
     rho = result["rho"]["sam 2"]
-    held = {
-        value: Record.read(tmp_path / "tuning" / f"sam-2-{value}-100").curves["holdout_accuracy"][-1]
-        for value in (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0)
-    }
+    tuning = [r for r in records(tmp_path / "tuning") if (r.config.optimizer, r.config.depth) == ("sam", 2)]
+    held = {r.config.rho: r.curves["holdout_accuracy"][-1] for r in tuning}
+    assert sorted(held) == [0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0]
     assert held[rho] == max(held.values())
-    used = Record.read(tmp_path / "final" / f"sam-3-{rho}-0")
-    assert (used.config.depth, used.config.rho, used.config.holdout) == (3, rho, 0.0)
+    final = {(r.config.optimizer, r.config.depth, r.config.rho): r for r in records(tmp_path / "final")}
+    used = final["sam", 3, rho]
+    assert used.config.holdout == 0.0
     assert result["accuracy"]["sam tuned 2 used 3"] == [used.curves["test_accuracy"][-1]]
     others = [result["accuracy"][f"sam tuned {d} used {5 - d}"][0] for d in (2, 3)]
     assert result["elsewhere"]["sam"] == [sum(others) / 2]

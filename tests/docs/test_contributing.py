@@ -19,7 +19,7 @@ try:
 except ModuleNotFoundError:  # Python 3.10; pytest needs it there too
     import tomli as tomllib
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -166,7 +166,7 @@ def test_the_release_is_built_tested_and_published_by_the_name_that_is_trusted()
     assert jobs["publish"]["needs"] == "build"
     assert jobs["publish"]["environment"]["name"] == "pypi"
     assert jobs["publish"]["environment"]["url"].rstrip("/").endswith(f"/{PROJECT['project']['name']}")
-    assert any("-m slow tests/test_package.py" in line for line in runs("release"))
+    assert any("-m slow tests/docs/test_package.py" in line for line in runs("release"))
     assert "the environment `pypi`" in CONTRIBUTING
 
 

@@ -15,7 +15,7 @@ import pytest
 from gtracer import __version__
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*words, folder, check=True):
