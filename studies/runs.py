@@ -18,7 +18,7 @@ def run(settings: Config, folder: Path) -> dict[str, float]:
 
     torch.set_num_threads(1)
     try:
-        record = train(settings, folder, [], resume=(folder / "record.json").exists())
+        record = train(settings, folder, [], resume=None)
     except DivergedError:
         return {"test_accuracy": 0.0, "holdout_accuracy": 0.0, "diverged": 1.0}
     last: dict[str, float] = record.summary()["last"]

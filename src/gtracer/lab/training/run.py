@@ -261,6 +261,10 @@ class Run:
             if self.generator is not None:
                 self.generator.set_state(random["own"].cpu())
             results: dict[str, Any] = state["results"]
+            if len(results["seconds"]) != self.epoch:
+                raise ValueError(
+                    f"it has results of {len(results['seconds'])} epochs, the model was trained for {self.epoch}"
+                )
             return results
         except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

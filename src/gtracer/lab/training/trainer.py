@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
@@ -28,28 +28,62 @@ class Watcher(Protocol):
     def epoch(self, run: Run, row: dict[str, float]) -> None: ...
 
 
-def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool = False) -> Record:
+def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool | None = False) -> Record:
     """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
+
+    Args:
+        config: The run.
+        folder: Its own.
+        watchers: Are told how it goes.
+        resume: Go on with what the folder holds; None: if it holds any.
 
     Raises:
         LabError: Where the folder holds another run, or something outside the program is wrong.
         DivergedError: Where the loss is not finite any more; the record says so, and it is not run again.
         Interrupted: On Ctrl-C, after saving.
     """
-    with joined(device_of(config.device)) as ranks:
-        record = ranks.from_first(lambda: record_in(folder, config, resume))
-        if record is not None and record.finished:
-            return record
+    with joined(device_of(config.device)) as ranks, ExitStack() as lock:
+        found = ranks.from_first(lambda: claimed(folder, config, resume, lock))
+        if found is not None and found.finished:
+            return found
+        has_checkpoint = found is not None and ranks.from_first((folder / CHECKPOINT).exists)
         run = Run(config, ranks)
-        record = record or Record(config, provenance.describe(run.device, ranks.world), notes=run.notes)
-        with files.locked(folder, "run") if ranks.is_first else nullcontext():
-            _train(run, record, folder, watchers, resume)
+        if found is not None and has_checkpoint:
+            record = found
+            record.take(run.load(folder))
+        else:
+            record = begun(config, provenance.describe(run.device, ranks.world), run.notes, instead_of=found)
+        _train(run, record, folder, watchers)
         return record
 
 
-def _train(run: Run, record: Record, folder: Path, watchers: list[Watcher], resume: bool) -> None:
-    if resume and (folder / CHECKPOINT).exists():
-        record.take(run.load(folder))
+def claimed(folder: Path, config: Config, resume: bool | None, lock: ExitStack) -> Record | None:
+    """What the folder holds of this run, read under the folder's lock: until then another process may change it.
+
+    A finished run needs no lock: it is read from folders too that cannot be written.
+    """
+    record = record_in(folder, config, resume)
+    if record is not None and record.finished:
+        return record
+    lock.enter_context(files.locked(folder, "run"))
+    record = record_in(folder, config, resume)
+    if record is None:  # whose checkpoint it is nobody knows; a run that is killed early would go on from it
+        with suppress(OSError):
+            (folder / CHECKPOINT).unlink(missing_ok=True)
+    return record
+
+
+def begun(config: Config, environment: dict[str, Any], notes: list[str], instead_of: Record | None) -> Record:
+    """The record of a run that starts from its first epoch; it says so where others had been made.
+
+    Epochs without a checkpoint cannot be gone on from, and must not be counted beside those that are made now.
+    """
+    lost = 0 if instead_of is None else instead_of.epochs
+    again = [f"started over: there was no checkpoint of the {lost} epochs made before"] if lost else []
+    return Record(config, environment, notes=[*notes, *again])
+
+
+def _train(run: Run, record: Record, folder: Path, watchers: list[Watcher]) -> None:
     # Before the first epoch is spent on a folder that cannot be written.
     run.ranks.from_first(lambda: record.write(folder))
     try:
@@ -85,7 +119,7 @@ def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], 
         watcher.epoch(run, row)
 
 
-def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
+def record_in(folder: Path, config: Config, resume: bool | None) -> Record | None:
     """What the folder holds of this run; refused where it holds another."""
     if not (folder / NAME).exists():
         if resume:
@@ -99,7 +133,7 @@ def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
         raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
     if record.failure is not None:
         raise DivergedError(record.failure)
-    if not record.finished and not resume:
+    if not record.finished and resume is False:
         raise LabError(f"{folder} holds this run, unfinished: go on with gtracer train --resume {folder}")
     if not record.finished and config.kernels != theirs["kernels"]:
         record.notes.append(f"kernels {theirs['kernels']} at first, {config.kernels} later")

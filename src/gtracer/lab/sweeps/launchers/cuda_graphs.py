@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.data import is_text
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.results import provenance
-from gtracer.lab.results.record import NAME, Record
+from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.local import Cell, Event, told
 from gtracer.lab.training import optimizers
 from gtracer.lab.training.run import CHECKPOINT, Run, device_of
-from gtracer.lab.training.trainer import record_in, stop_on_interrupt
+from gtracer.lab.training.trainer import begun, claimed, stop_on_interrupt
 from gtracer.optim import TwoPassOptimizer
 from gtracer.optim.step import COUNT
 from gtracer.scopes import drawing_from, twin_of_capture
@@ -96,16 +95,17 @@ def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
 
 
 def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None]:
-    resume = (folder / NAME).exists()
-    record = record_in(folder, config, resume)
-    if record is not None and record.finished:
-        return
-    with files.locked(folder, "run"):
+    with ExitStack() as lock:
+        found = claimed(folder, config, None, lock)
+        if found is not None and found.finished:
+            return
         replayed = Replayed(config)
         run = replayed.run
-        record = record or Record(config, provenance.describe(run.device, abreast=width), notes=run.notes)
-        if resume and (folder / CHECKPOINT).exists():
+        if found is not None and (folder / CHECKPOINT).exists():
+            record = found
             record.take(replayed.load(folder))
+        else:
+            record = begun(config, provenance.describe(run.device, abreast=width), run.notes, instead_of=found)
         record.write(folder)
         try:
             yield from _epochs(replayed, record, folder)
