@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from gtracer.lab.errors import LabError
 
-LOCK = ".lock"  # stays behind: who removed it could take it from under another process
+LOCK, TURN = ".lock", ".turn.lock"  # stay behind: who removed them could take them from under another process
 
 
 def write(path: Path, content: bytes) -> None:
@@ -51,6 +51,21 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     except OSError as error:
         raise LabError(f"cannot write {folder}: {error.strerror}") from error
     _tidy(folder)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Let one process at a time bring files into a folder, which may be a run's own too; the others wait."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / TURN)
+        lock.acquire()
+    except OSError as error:
+        raise LabError(f"cannot write {folder}: {error.strerror}") from error
     try:
         yield
     finally:
