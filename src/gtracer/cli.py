@@ -265,11 +265,10 @@ def _train(chosen: argparse.Namespace) -> None:
             watchers.append(TensorBoard(folder))
         record = train(config, folder, watchers, resume=chosen.resume is not None)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
-    console.print(
+    console.out(
         f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
         f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
         highlight=False,
-        soft_wrap=True,
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
@@ -249,7 +250,12 @@ def estimators(
 def _table(result: dict[str, Any], mode: str, seconds: dict[str, list[float]]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    table = Table(title=f"{result['model']}, batch {result['batch_size']}, {where}, {mode}, {result['rounds']} rounds")
+    table = Table(
+        title=Text(
+            f"{result['model']}, batch {result['batch_size']}, {where}, {mode}, {result['rounds']} rounds",
+            style="table.title",
+        )
+    )
     table.caption = "÷ FD, ÷ exact: over the gradient magnitude's step with either engine. MB: peak over what is kept."
     for name in ("curvature", "ms", "lowest – highest", "÷ FD", "÷ exact", "MB"):
         table.add_column(name, justify="left" if name == "curvature" else "right", no_wrap=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -244,7 +245,7 @@ def _table(result: dict[str, Any]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
     what = (result["model"], f"batch {result['batch_size']}", result["precision"], where, f"{result['rounds']} rounds")
-    table = Table(title=", ".join(what))
+    table = Table(title=Text(", ".join(what), style="table.title"))
     table.caption = (
         "÷ base: median over that of the fused SGD or AdamW (on a CPU: torch's default). Copies: peak memory, state "
         "included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. Graph: "

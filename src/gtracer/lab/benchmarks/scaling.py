@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gtracer.lab import files
 from gtracer.lab.benchmarks import optimizers
@@ -62,7 +63,9 @@ def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Pat
 def _table(result: dict[str, Any]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
-    table = Table(title=", ".join((result["precision"], where, f"{result['rounds']} rounds")))
+    table = Table(
+        title=Text(", ".join((result["precision"], where, f"{result['rounds']} rounds")), style="table.title")
+    )
     by_graph = ["as CUDA graphs"] if "graphs" in result["cases"][0] else []
     for name in ("what grows", "net", "batch", "SGD, ms", "SGD-TRACER, ms", "ratio", *by_graph):
         table.add_column(name, justify="left" if name in ("what grows", "net") else "right", no_wrap=True)

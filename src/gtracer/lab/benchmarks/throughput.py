@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
@@ -112,7 +113,7 @@ def _table(result: dict[str, Any], widths: tuple[int, ...]) -> Table:
     hardware = result["hardware"]
     where = hardware.get("gpu", f"{hardware['threads']} threads of a CPU")
     what = (result["model"], f"batch {result['batch_size']}", result["precision"], f"{result['kernels']} kernels")
-    table = Table(title=", ".join((*what, where)))
+    table = Table(title=Text(", ".join((*what, where)), style="table.title"))
     table.caption = (
         f"Seconds of an epoch of {EPOCH} examples for each run, median of {result['rounds']} rounds; behind it, how "
         "many times as fast as alone."

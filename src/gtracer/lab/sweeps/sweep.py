@@ -100,7 +100,7 @@ class Shelf:
 def _watched(engine: Engine, missing: list[Cell], already: int, console: Console) -> list[Event]:
     """Let the engine train, show how far it is, and give the failures."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -121,7 +121,7 @@ def _watched(engine: Engine, missing: list[Cell], already: int, console: Console
                     line = f"{already + ended}/{already + len(missing)} runs"
                     progress.update(bar, completed=done.total(), description=line)
                     if event.ended and not console.is_terminal:
-                        console.print(f"{line}  {places[event.config].name}", highlight=False, soft_wrap=True)
+                        console.out(f"{line}  {places[event.config].name}", highlight=False)
         except KeyboardInterrupt as error:
             raise Interrupted("what was under way is saved; give the same command again to go on") from error
     return [event for event in failures if not _is_recorded(places[event.config])]
