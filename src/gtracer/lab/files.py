@@ -36,7 +36,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise LabError(f"cannot read {path}: {error.strerror}") from error
+        raise LabError(f"cannot read {path}: {error.strerror}{_in_the_way(path.parent)}") from error
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     except Timeout as error:
         raise LabError(f"another {what} is at work in {folder}: wait for it, or choose another folder") from error
     except OSError as error:
-        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+        raise LabError(f"cannot write {folder}: {error.strerror}{_in_the_way(folder)}") from error
     _tidy(folder)
     try:
         yield
@@ -70,6 +70,12 @@ def in_turn(folder: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _in_the_way(folder: Path) -> str:
+    """What to do where a file has the place of a folder."""
+    file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+    return "" if file is None else f"; {file} is a file: unpack it (gtracer records unpack), or choose a folder"
 
 
 def _tidy(folder: Path) -> None:

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from gtracer.lab import data, files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
-from gtracer.lab.results import record
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.local import Cell, Event
 from gtracer.lab.sweeps.study import Study
@@ -73,13 +72,11 @@ class Shelf:
 
     @classmethod
     def of(cls, folder: Path) -> Shelf:
+        """Of a folder, or of an archive, from which runs are read alone."""
         found = {}
-        for path in sorted(folder.glob(f"*/{record.NAME}")):
-            try:
-                read = Record.read(path.parent)
-            except LabError:  # whoever wants this run will be told when it is to be trained
-                continue
-            found[read.config.cell] = (read, path.parent)
+        for place, read in Record.read_all(folder, deep=False):
+            if isinstance(read, Record):  # whoever wants one that cannot be read will be told when it is to be trained
+                found[read.config.cell] = (read, place)
         return cls(folder, found)
 
     def all(self) -> list[Record]:
