@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     _add_tune(commands)
     _add_bench(commands)
     _add_report(commands)
+    _add_records(commands)
     return top
 
 
@@ -195,14 +196,49 @@ def _add_report(commands: Any) -> None:
     report = commands.add_parser(
         "report",
         help="a page, figures and tables of a folder of runs",
-        description="Read the records in a folder and write a page (index.html), figures (PNG, SVG) and tables "
-        "(Markdown, LaTeX, CSV). Nothing is trained; torch is not needed.",
+        description="Read the records in a folder, or in an archive of one, and write a page (index.html), figures "
+        "(PNG, SVG) and tables (Markdown, LaTeX, CSV). Nothing is trained; torch is not needed.",
         epilog="example: gtracer report runs/table1 -o report",
     )
-    report.add_argument("runs", type=Path, metavar="RUNS", help="folder that gtracer sweep or train wrote to")
-    report.add_argument("-o", "--out", type=Path, metavar="OUT", help="folder to write to (default: RUNS/report)")
+    report.add_argument(
+        "runs", type=Path, metavar="RUNS", help="folder that gtracer sweep or train wrote to, or what it was packed to"
+    )
+    report.add_argument(
+        "-o", "--out", type=Path, metavar="OUT", help="folder to write to (default: report, in the folder of the runs)"
+    )
     report.add_argument("--study", metavar="STUDY", help="a name or file (default: the one that made the records)")
     report.set_defaults(run=_report)
+
+
+def _add_records(commands: Any) -> None:
+    records = commands.add_parser(
+        "records",
+        help="pack a folder's records into one file, and unpack them",
+        description="An archive (.jsonl.xz) holds a folder's records, and the study that made them, in one compressed "
+        "file, a line for each. gtracer report takes it as it takes the folder. torch is not needed.",
+    )
+    actions = records.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
+    pack = actions.add_parser(
+        "pack",
+        help="write a folder's records into one file",
+        description="Write the JSON files of a folder into one file. The folder stays; checkpoints and reports are not "
+        "packed.",
+        epilog="example: gtracer records pack runs/table1",
+    )
+    pack.add_argument("folder", type=Path, metavar="FOLDER", help="folder that gtracer sweep or train wrote to")
+    pack.add_argument("-o", "--out", type=Path, metavar="FILE", help="archive to write (default: FOLDER.jsonl.xz)")
+    pack.set_defaults(run=_pack)
+    unpack = actions.add_parser(
+        "unpack",
+        help="restore the folder, or some of its runs",
+        description="Restore the files of an archive, byte for byte. A run that was not finished starts over when it "
+        "is resumed: checkpoints are not packed.",
+        epilog="example: gtracer records unpack runs/table1.jsonl.xz",
+    )
+    unpack.add_argument("archive", type=Path, metavar="FILE", help="archive that gtracer records pack wrote")
+    unpack.add_argument("runs", nargs="*", metavar="RUN", help="folders of single runs (default: all)")
+    unpack.add_argument("-o", "--out", type=Path, metavar="FOLDER", help="where to (default: FILE without .jsonl.xz)")
+    unpack.set_defaults(run=_unpack)
 
 
 def _add_option(options: Any, item: Field[Any]) -> None:
@@ -265,11 +301,10 @@ def _train(chosen: argparse.Namespace) -> None:
             callbacks.append(TensorBoard(folder))
         record = train(config, folder, callbacks, resume=chosen.resume is not None)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
-    console.print(
+    console.out(
         f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
         f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
         highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -333,13 +368,30 @@ def _bench(chosen: argparse.Namespace) -> None:
 
 
 def _report(chosen: argparse.Namespace) -> None:
-    from gtracer.lab.results import report
+    from gtracer.lab.results import archive, report
     from gtracer.lab.sweeps import study
 
-    out = chosen.out or chosen.runs / "report"
+    out = chosen.out or archive.folder_of(chosen.runs) / "report"
     wanted = study.load(chosen.study) if chosen.study else None
     page = report.write(chosen.runs, out, lambda problem: print(f"gtracer: {problem}", file=sys.stderr), wanted)
     print(f"Report: {page}")
+
+
+def _pack(chosen: argparse.Namespace) -> None:
+    from gtracer.lab.results import archive
+
+    out = chosen.out or archive.archive_of(chosen.folder)
+    others = archive.pack(chosen.folder, out)
+    print(f"{len(archive.unpacked(out))} files in {out}, {out.stat().st_size:,} bytes")
+    if others:
+        print(f"not packed: {len(others)} other files, such as {others[0]}")
+
+
+def _unpack(chosen: argparse.Namespace) -> None:
+    from gtracer.lab.results import archive
+
+    out = chosen.out or archive.folder_of(chosen.archive)
+    print(f"{archive.unpack(chosen.archive, out, chosen.runs)} files in {out}")
 
 
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:

@@ -22,9 +22,9 @@ def run(seeds: int, epochs: int, folder: Path, console: Console | None = None) -
     results = Results(demo, RunsFolder.of(folder).all())
     console.print(summary.table(results))
     means = "; ".join(f"{method}: {Estimate.of(over_both(results, method))}" for method in demo.methods)
-    console.print(f"Last epoch, mean over both nets: {means}", highlight=False, soft_wrap=True)
+    console.out(f"Last epoch, mean over both nets: {means}", highlight=False)
     page = report.write(folder, folder / "report")
-    console.print(f"Report with curves: {page}", highlight=False, soft_wrap=True)
+    console.out(f"Report with curves: {page}", highlight=False)
     return results
 
 

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 
 from gtracer.lab.errors import LabError
 
-LOCK = ".lock"  # stays behind: who removed it could take it from under another process
+LOCK, TURN = ".lock", ".turn.lock"  # stay behind: who removed them could take them from under another process
 
 
 def write(path: Path, content: bytes) -> None:
@@ -36,7 +36,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise LabError(f"cannot read {path}: {error.strerror}") from error
+        raise LabError(f"cannot read {path}: {error.strerror}{_in_the_way(path.parent)}") from error
 
 
 @contextmanager
@@ -49,12 +49,33 @@ def locked(folder: Path, what: str) -> Iterator[None]:
     except Timeout as error:
         raise LabError(f"another {what} is at work in {folder}: wait for it, or choose another folder") from error
     except OSError as error:
-        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+        raise LabError(f"cannot write {folder}: {error.strerror}{_in_the_way(folder)}") from error
     _tidy(folder)
     try:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Let one process at a time bring files into a folder, which may be a run's own too; the others wait."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / TURN)
+        lock.acquire()
+    except OSError as error:
+        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _in_the_way(folder: Path) -> str:
+    """What to do where a file has the place of a folder."""
+    file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+    return "" if file is None else f"; {file} is a file: unpack it (gtracer records unpack), or choose a folder"
 
 
 def _tidy(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 from torch.profiler import ProfilerActivity, profile
 
 from gtracer.lab import files
@@ -110,7 +111,7 @@ def title(result: dict[str, Any], *words: str) -> str:
 
 def table_of(title: str, columns: Sequence[str], left: int = 1, caption: str | None = None) -> Table:
     """An empty table, whose first columns hold names and the others numbers."""
-    table = Table(title=title, caption=caption)
+    table = Table(title=Text(title, style="table.title"), caption=caption)
     for index, name in enumerate(columns):
         table.add_column(name, justify="left" if index < left else "right", no_wrap=True)
     return table

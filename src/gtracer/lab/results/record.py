@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
+from gtracer.lab.results import archive
 
 FORMAT = 1
 NAME = "record.json"
@@ -86,9 +88,27 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> Record:
         """From a run's folder; refused in one line where it is damaged or of another format."""
-        path = folder / NAME
+        return cls.parsed(files.read(folder / NAME), folder / NAME)
+
+    @classmethod
+    def read_all(cls, path: Path, *, deep: bool = True) -> Iterator[tuple[Path, Record | LabError]]:
+        """Of a folder of runs, or an archive of one: each run's folder, and its record or why it cannot be read.
+
+        Args:
+            path: Folder or archive.
+            deep: Also the runs that lie deeper, such as those of other studies, and archives in the folder.
+        """
+        for folder, content in archive.contents(path, NAME, deep=deep):
+            try:
+                yield folder, cls.parsed(content(), folder / NAME)
+            except LabError as error:
+                yield folder, error
+
+    @classmethod
+    def parsed(cls, text: bytes, path: Path) -> Record:
+        """From the file's content; the path is for what is said of it."""
         try:
-            content = json.loads(files.read(path))
+            content = json.loads(text)
         except ValueError as error:
             raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:

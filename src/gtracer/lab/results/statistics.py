@@ -12,7 +12,7 @@ from typing import Any
 
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
-from gtracer.lab.results import record
+from gtracer.lab.results import archive, record
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import study
 from gtracer.lab.sweeps.study import Point, Study
@@ -135,7 +135,8 @@ class Results:
     """A study's points with their records, and what they say of each other."""
 
     def __init__(self, of: Study, records: Iterable[Record]) -> None:
-        self.study = of
+        self.study, records = of, list(records)
+        self.given = len(records)
         by_cell = {r.config.identity: r for r in records}
         self.all = [self._result(point, by_cell) for point in of.points()]
 
@@ -185,25 +186,26 @@ def chance(differences: list[float]) -> float | None:
     return float(ttest_1samp(differences, 0.0).pvalue)
 
 
-def read(folder: Path, of: Study | None = None) -> tuple[Results, list[str]]:
-    """A folder's records, under a study: a given one, that which made them, or one made up from what they differ in.
+def read(path: Path, of: Study | None = None) -> tuple[Results, list[str]]:
+    """The records of a folder or an archive, under a study: a given one, that which made them, or one made up.
 
-    With it comes a line for each record that cannot be read: the others are reported without it.
+    The last is of what the records differ in. With it comes a line for each record that cannot be read: the others are
+    reported without it.
     """
-    if not folder.is_dir():
-        raise LabError(f"{folder} is no folder: give the one that gtracer sweep or train wrote to")
-    records, problems = [], []
-    for path in sorted(folder.rglob(record.NAME)):
-        try:
-            records.append(Record.read(path.parent))
-        except LabError as error:
-            problems.append(str(error))
+    if not (path.is_dir() or archive.is_packed(path)):
+        raise LabError(f"{path} is no folder and no archive: give what gtracer sweep, train or records pack wrote")
+    records: list[Record] = []
+    problems: list[str] = []
+    for _, found in Record.read_all(path):
+        if isinstance(found, LabError):
+            problems.append(str(found))
+        else:
+            records.append(found)
+    of = of or Study.beside(path)
     if of is not None:
         return Results(of, records), problems
-    if (folder / study.NAME).exists():
-        return Results(Study.read(folder / study.NAME), records), problems
     if not records:
-        raise LabError("; ".join([f"{folder} holds no readable {record.NAME}: there is nothing to report", *problems]))
+        raise LabError("; ".join([f"{path} holds no readable {record.NAME}: there is nothing to report", *problems]))
     return Results(implied(records), records), problems
 
 

@@ -15,6 +15,7 @@ from gtracer import checks
 from gtracer.lab import files
 from gtracer.lab.config import Config, parsed
 from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.results import archive
 
 NAME = "study.json"
 SHIPPED = Path(__file__).parent / "studies"
@@ -165,6 +166,17 @@ class Study:
             return cls.from_mapping(parsed(path))
         except LabError as error:
             raise LabError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+
+    @classmethod
+    def beside(cls, records: Path) -> Study | None:
+        """The one that was written beside these records, in their folder or archive, if there is one."""
+        if not archive.is_packed(records):
+            return cls.read(records / NAME) if (records / NAME).exists() else None
+        content = archive.unpacked(records).get(NAME)
+        try:
+            return None if content is None else cls.from_mapping(json.loads(content))
+        except (LabError, ValueError) as error:
+            raise LabError(f"{records / NAME}: {error}") from error
 
 
 def shipped() -> dict[str, Path]:

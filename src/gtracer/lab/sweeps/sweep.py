@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from gtracer.lab import data, files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
-from gtracer.lab.results import record
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.sweeps.study import Study
@@ -73,13 +72,11 @@ class RunsFolder:
 
     @classmethod
     def of(cls, folder: Path) -> RunsFolder:
+        """Of a folder, or of an archive, from which runs are read alone."""
         found = {}
-        for path in sorted(folder.glob(f"*/{record.NAME}")):
-            try:
-                read = Record.read(path.parent)
-            except LabError:  # whoever wants this run will be told when it is to be trained
-                continue
-            found[read.config.identity] = (read, path.parent)
+        for place, read in Record.read_all(folder, deep=False):
+            if isinstance(read, Record):  # whoever wants one that cannot be read will be told when it is to be trained
+                found[read.config.identity] = (read, place)
         return cls(folder, found)
 
     def all(self) -> list[Record]:
@@ -104,7 +101,7 @@ class RunsFolder:
 def _watched(engine: Engine, missing: list[Job], already: int, console: Console) -> list[Event]:
     """Let the engine train, show how far it is, and give the failures."""
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TaskProgressColumn(),
         TimeElapsedColumn(),
@@ -125,7 +122,7 @@ def _watched(engine: Engine, missing: list[Job], already: int, console: Console)
                     line = f"{already + ended}/{already + len(missing)} runs"
                     progress.update(bar, completed=done.total(), description=line)
                     if event.ended and not console.is_terminal:
-                        console.print(f"{line}  {places[event.config].name}", highlight=False, soft_wrap=True)
+                        console.out(f"{line}  {places[event.config].name}", highlight=False)
         except KeyboardInterrupt as error:
             raise Interrupted("what was under way is saved; give the same command again to go on") from error
     return [event for event in failures if not _is_recorded(places[event.config])]

@@ -132,14 +132,14 @@ def tune(
             for trial, values in zip(asked, tried, strict=True):
                 made.append(Trial(values, [_score(records[cell.identity]) for cell in _cells(base, values, seeds)]))
                 search.tell(trial, made[-1].score)
-            console.print(_line(made[-len(asked) :], len(made), trials), highlight=False, soft_wrap=True)
+            console.out(_line(made[-len(asked) :], len(made), trials), highlight=False)
         best = max(made, key=lambda trial: trial.score)
         if best.score == 0:
             raise LabError(f"every one of {trials} trials diverged: lower lr, or the ranges")
         chosen = replace(configured(config, best.values), holdout=0.0)
         chosen.write(folder / BEST)
     for line in _told(best, made, searched, folder):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.out(line, highlight=False)
     return chosen
 
 

@@ -32,7 +32,7 @@ class ProgressBar:
 
     def __init__(self, console: Console, epochs: int) -> None:
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("epochs"),
@@ -56,7 +56,7 @@ class ProgressBar:
 
     def step(self, run: Run, loss: float) -> None:
         for note in run.notes[self._noted :]:
-            self._console.print(note, highlight=False, soft_wrap=True)
+            self._console.out(note, highlight=False)
         self._noted = len(run.notes)
         stats = (
             run.optimizer.stats
@@ -68,7 +68,7 @@ class ProgressBar:
         self._progress.update(self._task, description=line, completed=run.epoch + run.step / run.steps_an_epoch)
         if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
             self._told = time.monotonic()
-            self._console.print(f"epoch {run.epoch + 1}/{run.config.epochs}  {line}", highlight=False, soft_wrap=True)
+            self._console.out(f"epoch {run.epoch + 1}/{run.config.epochs}  {line}", highlight=False)
 
     def epoch(self, run: Run, row: dict[str, float]) -> None:
         self._accuracy = f"accuracy {row['test_accuracy']:.1%}  "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from gtracer.lab import files
@@ -23,51 +23,50 @@ from gtracer.lab.training.steps import Eager, Steps
 Told = float | dict[str, float] | None  # the loss of a step; the row of an epoch; neither, where it only pauses
 
 
-def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bool = False) -> Record:
+def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bool | None = False) -> Record:
     """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
+
+    Args:
+        config: The run.
+        folder: Its own.
+        callbacks: Are told how it goes.
+        resume: Go on with what the folder holds; None: if it holds any.
 
     Raises:
         LabError: Where the folder holds another run, or something outside the program is wrong.
         DivergedError: Where the loss is not finite any more; the record says so, and it is not run again.
         Interrupted: On Ctrl-C, after saving.
     """
-    with joined(device_of(config.device)) as ranks:
-        record = ranks.from_first(lambda: record_in(folder, config, resume))
-        if record is not None and record.finished:
-            return record
+    with joined(device_of(config.device)) as ranks, ExitStack() as lock:
+        found = ranks.from_first(lambda: claimed(folder, config, resume, lock))
+        if found is not None and found.finished:
+            return found
         steps = Eager(Run(config, ranks))
-        with files.locked(folder, "run") if ranks.is_first else nullcontext():
-            record = record or new_record(steps, ranks.world)
-            resumed = resume and (folder / checkpoint.NAME).exists()
-            with stop_on_interrupt() as stopped, closing(fit(steps, record, folder, resume=resumed)) as progress:
-                for told in progress:
-                    for callback in callbacks:
-                        if isinstance(told, dict):
-                            callback.epoch(steps.run, told)
-                        elif told is not None:
-                            callback.step(steps.run, told)
-                    if not isinstance(told, dict) and ranks.any(stopped()):
-                        progress.close()
-                        steps.save(folder, record.results())
-                        raise Interrupted(f"go on with gtracer train --resume {folder}")
+        record = begun(steps, folder, found)
+        with stop_on_interrupt() as stopped, closing(fit(steps, record, folder)) as progress:
+            for told in progress:
+                for callback in callbacks:
+                    if isinstance(told, dict):
+                        callback.epoch(steps.run, told)
+                    elif told is not None:
+                        callback.step(steps.run, told)
+                if not isinstance(told, dict) and ranks.any(stopped()):
+                    progress.close()
+                    steps.save(folder, record.results())
+                    raise Interrupted(f"go on with gtracer train --resume {folder}")
         return record
 
 
-def fit(
-    steps: Steps, record: Record, folder: Path, *, resume: bool = False, save_seconds: float = 0.0
-) -> Generator[Told]:
+def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -> Generator[Told]:
     """The training loop, whoever makes the steps: to the last epoch, with record and checkpoint on the way.
 
     Args:
         steps: Makes them, and holds the run.
         record: Is filled, epoch by epoch.
         folder: Of the run.
-        resume: Go on from the checkpoint.
         save_seconds: How long after one checkpoint the next is written, at the end of an epoch.
     """
     run = steps.run
-    if resume:
-        record.take(steps.load(folder))
     # Before the first epoch is spent on a folder that cannot be written.
     run.ranks.from_first(lambda: record.write(folder))
     saved = time.monotonic()
@@ -102,13 +101,38 @@ def _epoch(steps: Steps) -> Generator[Told, None, dict[str, float]]:
         steps.run.seconds += time.perf_counter() - start
 
 
-def new_record(steps: Steps, processes: int = 1, in_parallel: int = 1) -> Record:
-    """Of a run that has not begun."""
+def claimed(folder: Path, config: Config, resume: bool | None, lock: ExitStack) -> Record | None:
+    """What the folder holds of this run, read under the folder's lock: until then another process may change it.
+
+    A finished run needs no lock: it is read from folders too that cannot be written.
+    """
+    record = record_in(folder, config, resume)
+    if record is not None and record.finished:
+        return record
+    lock.enter_context(files.locked(folder, "run"))
+    record = record_in(folder, config, resume)
+    if record is None:  # whose checkpoint it is nobody knows; a run that is killed early would go on from it
+        with suppress(OSError):
+            (folder / checkpoint.NAME).unlink(missing_ok=True)
+    return record
+
+
+def begun(steps: Steps, folder: Path, found: Record | None, in_parallel: int = 1) -> Record:
+    """Load the checkpoint of what was found, or start from the first epoch with a record that says so.
+
+    Epochs without a checkpoint cannot be gone on from, and must not be counted beside those that are made now.
+    """
     run = steps.run
-    return Record(run.config, provenance.describe(run.device, processes, in_parallel), notes=run.notes)
+    if found is not None and run.ranks.from_first((folder / checkpoint.NAME).exists):
+        found.take(steps.load(folder))
+        return found
+    lost = 0 if found is None else found.epochs
+    again = [f"started over: there was no checkpoint of the {lost} epochs made before"] if lost else []
+    environment = provenance.describe(run.device, run.ranks.world, in_parallel)
+    return Record(run.config, environment, notes=[*run.notes, *again])
 
 
-def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
+def record_in(folder: Path, config: Config, resume: bool | None) -> Record | None:
     """What the folder holds of this run; refused where it holds another."""
     if not (folder / NAME).exists():
         if resume:
@@ -122,7 +146,7 @@ def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
         raise LabError(f"{folder} holds another run ({'; '.join(other)}): choose another folder")
     if record.failure is not None:
         raise DivergedError(record.failure)
-    if not record.finished and not resume:
+    if not record.finished and resume is False:
         raise LabError(f"{folder} holds this run, unfinished: go on with gtracer train --resume {folder}")
     if not record.finished and config.kernels != theirs["kernels"]:
         record.notes.append(f"kernels {theirs['kernels']} at first, {config.kernels} later")

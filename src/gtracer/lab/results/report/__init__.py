@@ -6,22 +6,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gtracer.lab import files
-from gtracer.lab.results import record, statistics
+from gtracer.lab.results import statistics
 from gtracer.lab.results.report import figures, page
 from gtracer.lab.results.report.tables import Table
 from gtracer.lab.sweeps.study import Study
 
 
-def write(folder: Path, out: Path, tell: Callable[[str], None] = lambda line: None, study: Study | None = None) -> Path:
+def write(runs: Path, out: Path, tell: Callable[[str], None] = lambda line: None, study: Study | None = None) -> Path:
     """Write the report and return the page's path.
 
     Args:
-        folder: Where the records lie, and with them study.json if a study made them.
+        runs: Folder or archive of the records, and with them study.json if a study made them.
         out: For `index.html`, `figures/` and `tables/`.
         tell: Called with a line for each record that cannot be read.
         study: Another than the one that made the records.
     """
-    found, problems = statistics.read(folder, study)
+    found, problems = statistics.read(runs, study)
     for problem in problems:
         tell(problem)
     table, pictures = Table(found), figures.pictures(found)
@@ -30,7 +30,7 @@ def write(folder: Path, out: Path, tell: Callable[[str], None] = lambda line: No
     for picture in pictures:
         files.write(out / "figures" / f"{picture.name}.png", picture.png)
         files.write(out / "figures" / f"{picture.name}.svg", picture.svg)
-    others = len(list(folder.rglob(record.NAME))) - len(problems) - len(page.records(found))
+    others = found.given - len(page.records(found))
     whole = page.render(found, table, pictures, others, problems)
     files.write(out / "index.html", _bytes(whole))
     return out / "index.html"

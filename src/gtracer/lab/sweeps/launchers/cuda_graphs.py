@@ -6,21 +6,18 @@ import gc
 import math
 import os
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 import torch
 
-from gtracer.lab import files
 from gtracer.lab.config import Config
-from gtracer.lab.results.record import NAME
 from gtracer.lab.sweeps.launchers.local import Event, Job, Process, reason
-from gtracer.lab.training import checkpoint
 from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.interrupts import stop_on_interrupt
-from gtracer.lab.training.trainer import fit, new_record, record_in
+from gtracer.lab.training.trainer import begun, claimed, fit
 
 WIDTH = 8
 SAVE_SECONDS = 30.0  # a checkpoint takes as long as some steps
@@ -89,15 +86,13 @@ def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
 
 
 def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None]:
-    resume = (folder / NAME).exists()
-    record = record_in(folder, config, resume)
-    if record is not None and record.finished:
-        return
-    with files.locked(folder, "run"):
+    with ExitStack() as lock:
+        found = claimed(folder, config, None, lock)
+        if found is not None and found.finished:
+            return
         steps = Captured(config)
-        record = record or new_record(steps, in_parallel=width)
-        resumed = resume and (folder / checkpoint.NAME).exists()
-        progress = fit(steps, record, folder, resume=resumed, save_seconds=SAVE_SECONDS)
+        record = begun(steps, folder, found, in_parallel=width)
+        progress = fit(steps, record, folder, SAVE_SECONDS)
         try:
             for told in progress:
                 yield Event(config, steps.run.epoch) if isinstance(told, dict) else None

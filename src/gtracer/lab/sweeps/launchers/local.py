@@ -213,11 +213,10 @@ def _serve(pipe: Connection, threads: int, gpu: int | None) -> None:
 
 def failure_of(config: Config, folder: Path, callbacks: list[Any]) -> str | None:
     """Train the run, or go on with it; why it failed, if it did."""
-    from gtracer.lab.results.record import NAME
     from gtracer.lab.training.trainer import train
 
     try:
-        train(config, folder, callbacks, resume=(folder / NAME).exists())
+        train(config, folder, callbacks, resume=None)
     except Exception as error:  # a run that fails must not take the others with it
         return reason(error, folder)
     return None
