@@ -15,7 +15,7 @@ from gtracer.lab.results.report.figures import pictures
 from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.study import load
-from places import ROOT
+from support.places import ROOT
 
 STUDIES = ROOT / "studies"
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_data import cifar_pickle
 
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast, Replayed
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support.datasets import cifar_pickle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_plain import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
 
 from gtracer import AdamTracer, AdamWTracer, FiniteDifference, SGDTracer, Tracer, TracerPenalty
 from gtracer.experimental import loss_gradient
-from problems import PROBLEMS, conv_batch_norm, make, relative_error, tanh_mlp
-from twin import AdamTwin, SGDTwin, penalised_gradient
+from support.bases import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
+from support.problems import PROBLEMS, conv_batch_norm, make, relative_error, tanh_mlp
+from support.twin import AdamTwin, SGDTwin, penalised_gradient
 
 STEPS = 8
 # The central difference is exact to O(radius²); 1e-4 balances that against rounding in float64.

@@ -12,7 +12,7 @@ from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
 from gtracer.lab.benchmarks import estimators, optimizers, scaling, throughput
 from gtracer.lab.errors import LabError
-from problems import relative_error
+from support.problems import relative_error
 
 CPU = torch.device("cpu")
 

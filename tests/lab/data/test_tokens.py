@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_models import tiny_bert, tiny_mpnet
 
 from gtracer import cli
 from gtracer.lab.config import Config
@@ -18,6 +17,7 @@ from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.cuda_graphs import Abreast
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support.encoders import tiny_bert, tiny_mpnet
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")

@@ -5,20 +5,14 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
-from rich.console import Console
 
 from gtracer import cli
 from gtracer.lab import files
-from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.local import Event, Local, Teller
@@ -26,55 +20,10 @@ from gtracer.lab.sweeps.study import Study, load
 from gtracer.lab.sweeps.sweep import Shelf, run_missing, sweep
 from gtracer.lab.training.run import CHECKPOINT, Run
 from gtracer.lab.training.trainer import train
+from support.commands import started, until
+from support.studies import QUIET, STUDY, TWO, stamps, straight, study
 
-QUIET = Console(quiet=True)
-STUDY = {
-    "title": "small",
-    "base": {"task": "digits", "width": 16, "epochs": 3, "label_noise": 0.5, "batch_size": 256, "delta": 0.01},
-    "seeds": 2,
-    "methods": {"SGD": {"optimizer": "sgd"}, "TRACER": {"optimizer": "sgd-tracer", "rho": 0.003}},
-}
-TWO = Local(processes=2)
 LONG = 1_000_000  # epochs: hours
-
-
-def study(**changes) -> Study:
-    return Study.from_mapping(STUDY).changed(**changes)
-
-
-def straight(config: Config, folder) -> dict:
-    """The curves of the run alone, in this process, with a worker's number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    try:
-        return train(config, folder / f"straight-{config.folder}", []).curves
-    finally:
-        torch.set_num_threads(threads)
-
-
-def stamps(folder) -> dict:
-    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"*/{NAME}")}
-
-
-def started(*words, **options) -> subprocess.Popen:
-    """The command in a process of its own, in a session of its own: its group can be sent signals."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "300"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gtracer", *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
-
-
-def until(condition, seconds=60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def refuse(cells):

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_sweep import until
 
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
@@ -16,6 +15,7 @@ from gtracer.lab.results.record import Record
 from gtracer.lab.training.distributed import Ranks
 from gtracer.lab.training.run import CHECKPOINT, Run
 from gtracer.lab.training.trainer import train
+from support.commands import until
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
 SMALL = Config(

@@ -6,8 +6,6 @@ import signal
 from dataclasses import replace
 
 import pytest
-from test_cuda_graphs import RUNS
-from test_sweep import study
 
 from gtracer import cli
 from gtracer.lab.results.record import Record
@@ -16,6 +14,8 @@ from gtracer.lab.sweeps.launchers.local import Process
 from gtracer.lab.sweeps.launchers.processes import Crowd
 from gtracer.lab.sweeps.sweep import Shelf
 from gtracer.lab.training.run import CHECKPOINT
+from support.side_by_side import RUNS
+from support.studies import study
 
 
 def curves(cells):
