@@ -9,33 +9,8 @@ from torch import nn
 
 from gtracer import Clip, FiniteDifference, SGDTracer
 from gtracer.experimental import PreviousStep
-from support.optimizers import every_optimiser, same, snapshot
+from support.optimizers import every_optimiser, same, snapshot, with_plain_closure, with_torch_closure, without_closure
 from support.problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error, tanh_mlp
-
-
-def with_plain_closure(opt, loss_of):
-    return opt.step(loss_of)
-
-
-def with_torch_closure(opt, loss_of):
-    def closure():
-        opt.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
-
-    return opt.step(closure)
-
-
-def without_closure(opt, loss_of):
-    opt.zero_grad()
-    loss = loss_of()
-    loss.backward()
-    for _ in range(2 if opt.is_central else 1):
-        with opt.perturbed():
-            loss_of().backward()
-    opt.step()
-    return loss
 
 
 def train(problem, maker, style, steps=5, **options):

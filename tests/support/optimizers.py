@@ -34,3 +34,28 @@ def same(a, b):
         and a[0].keys() == b[0].keys()
         and all(torch.equal(v, b[0][k]) if isinstance(v, torch.Tensor) else v == b[0][k] for k, v in a[0].items())
     )
+
+
+def with_plain_closure(opt, loss_of):
+    return opt.step(loss_of)
+
+
+def with_torch_closure(opt, loss_of):
+    def closure():
+        opt.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    return opt.step(closure)
+
+
+def without_closure(opt, loss_of):
+    opt.zero_grad()
+    loss = loss_of()
+    loss.backward()
+    for _ in range(2 if opt.is_central else 1):
+        with opt.perturbed():
+            loss_of().backward()
+    opt.step()
+    return loss
