@@ -1,6 +1,5 @@
 """DistributedDataParallel and fully_shard on two gloo processes, against one process with the whole batch."""
 
-import multiprocessing
 import time
 
 import pytest
@@ -361,11 +360,12 @@ def hanging(rank):
         time.sleep(60)
 
 
-def test_a_process_that_hangs_is_not_left_behind():
+def test_a_process_that_hangs_is_not_left_behind(children):
     end()
+    together(half)  # they are there
     with pytest.raises(TimeoutError, match=r"only \[1\] of 2 processes"):
         together(hanging, seconds=10)
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
 def failing(rank):
@@ -374,8 +374,8 @@ def failing(rank):
     time.sleep(60)
 
 
-def test_a_failure_is_told_and_nobody_left_behind():
+def test_a_failure_is_told_and_nobody_left_behind(children):
     end()
     with pytest.raises(AssertionError, match="on purpose"):
         together(failing)
-    assert not multiprocessing.active_children()
+    assert not children()

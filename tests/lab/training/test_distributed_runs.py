@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from gtracer.lab.results.record import Record
 from gtracer.lab.training.distributed import Ranks
 from gtracer.lab.training.run import CHECKPOINT, Run
 from gtracer.lab.training.trainer import train
-from support.commands import until
+from support.commands import ended, started, until
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
 SMALL = Config(
@@ -32,27 +30,15 @@ SMALL = Config(
 
 
 def torchrun(*words):
-    """`torchrun … gtracer`, two gloo processes, in a session of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gtracer"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """`torchrun … gtracer`, two gloo processes."""
+    return started("--standalone", "--nproc-per-node", "2", "-m", "gtracer", *words, module="torch.distributed.run")
 
 
-def ended(process, seconds=120):
-    """Its output and errors; the whole session is killed when it takes longer."""
-    try:
-        return process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+def finished(*words):
+    """Its return code, output and errors."""
+    with torchrun(*words) as process:
+        out, error = ended(process)
+    return process.returncode, out, error
 
 
 @pytest.mark.parametrize(
@@ -71,9 +57,8 @@ def test_the_same_numbers_as_one(change, tmp_path):
     config = replace(SMALL, **change)
     config.write(tmp_path / "c.yaml")
     alone = train(config, tmp_path / "one", [])
-    process = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
-    out, error = ended(process)
-    assert process.returncode == 0, error
+    code, out, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
+    assert code == 0, error
     assert out.count("test accuracy") == 1
     together = Record.read(tmp_path / "two")
     assert together.finished
@@ -87,22 +72,18 @@ def test_interrupted_and_resumed(tmp_path):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
     config = replace(SMALL, epochs=80, batch_size=256, width=8)
     config.write(tmp_path / "c.yaml")
-    straight = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
-    _, error = ended(straight)
-    assert straight.returncode == 0, error
-    cut = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut"))
-    try:
+    code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
+    assert code == 0, error
+    with torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut")) as cut:
         until(lambda: (tmp_path / "cut" / CHECKPOINT).exists())
         os.killpg(cut.pid, signal.SIGINT)
-    finally:
         _, error = ended(cut)
     assert error.count("go on with gtracer train --resume") == 1
     assert not Record.read(tmp_path / "cut").finished
     with pytest.raises(LabError, match="2 processes, not 1, wrote it"):
         Run(config).load(tmp_path / "cut")
-    resumed = torchrun("train", "--resume", str(tmp_path / "cut"))
-    _, error = ended(resumed)
-    assert resumed.returncode == 0, error
+    code, _, error = finished("train", "--resume", str(tmp_path / "cut"))
+    assert code == 0, error
     assert Record.read(tmp_path / "cut").curves == Record.read(tmp_path / "straight").curves
 
 

@@ -1,9 +1,5 @@
 """Runs: the same numbers for the same seed, through interrupts and kills; what is refused."""
 
-import os
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +9,7 @@ from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import Record
 from gtracer.lab.training.run import CHECKPOINT
 from gtracer.lab.training.trainer import record_in, train
+from support.commands import started, until
 from support.datasets import cifar_pickle
 from support.runs import SMALL, StopAfter
 
@@ -71,15 +68,9 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path):
     config = replace(SMALL, epochs=40)
     config.write(tmp_path / "c.yaml")
     words = ["train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "run")]
-    one_thread = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-m", "gtracer", *words], env=os.environ | one_thread)
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not (tmp_path / "run" / CHECKPOINT).exists():
-            time.sleep(0.01)
-    finally:
+    with started(*words) as process:
+        until(lambda: (tmp_path / "run" / CHECKPOINT).exists())
         process.kill()
-        process.wait()
     assert Record.read(tmp_path / "run").epochs < 40
     resumed = train(config, tmp_path / "run", [], resume=True)
     assert resumed.curves == train(config, tmp_path / "straight", []).curves

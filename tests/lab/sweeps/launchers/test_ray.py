@@ -73,11 +73,11 @@ def cluster(monkeypatch, tmp_path):
         below = descendants(process.pid)
         process.stdin.close()
         process.stdout.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        finally:
-            watchdog.cancel()
-            kill(below)  # none may stay behind
+        watchdog.cancel()
+        kill(below)  # none may stay behind
+        process.wait()
 
 
 def test_the_same_records_through_the_death_of_a_worker(cluster, tmp_path):
