@@ -20,7 +20,7 @@ from support.twin import AdamTwin, BaseTwin, SGDTwin, Twin, by_difference, exact
 STEPS = 4
 STYLES = {"closure": with_plain_closure, "torch's closure": with_torch_closure, "loop": without_closure}
 SAMS, ADAMS = ("SAM", "ASAM"), {"AdamTracer": AdamTracer, "AdamWTracer": AdamWTracer}
-# Rprop's step is the sign of the gradient's change, Adafactor's update is not elementwise: rounding is blown up.
+# Rprop goes by signs, which rounding may turn where a gradient is next to nothing.
 OTHERS = sorted(set(BASES) - {"Rprop", "SGD", "Adam", "AdamW"})
 
 
@@ -37,14 +37,14 @@ class Configuration:
     delta: tuple[float, float]
     beta: tuple[float, float]
     f0: tuple[float | str, float | str]
-    engine: str  # or how far away, and whether to both sides
+    engine: str  # exact, forward or central; SAM has none
     radius: float
     interval: int
     reuse: float | None
     clip: Clip | None
-    parts: tuple[int, ...]  # sizes of the parts of a batch of twelve
-    takes: str  # what the parts are: those of the step's argument, or the estimator's
-    style: str
+    takes: str  # a batch in parts: whole or each, as `penalty` says, or micro-batches of the estimator
+    parts: tuple[int, ...]  # their sizes, twelve together
+    style: str  # how a step without parts is handed over
     maximize: bool
     frozen: bool  # whether the first parameter is
 
@@ -102,8 +102,8 @@ def drawn(seed: int) -> Configuration:
         interval=interval,
         reuse=pick([None, 0.0, 0.5, 1.0]) if interval > 1 and not is_sam else None,
         clip=clip,
-        parts=parts,
         takes=takes,
+        parts=parts,
         style=style,
         maximize=maybe(0.15) and (is_sgd or is_adam),
         frozen=maybe(0.15),
@@ -113,8 +113,7 @@ def drawn(seed: int) -> Configuration:
 def problem_of(config: Configuration) -> tuple[Problem, list]:
     """With batches of its own where they are taken in parts."""
     if config.problem != "batches":
-        made = make({problem.__name__: problem for problem in PROBLEMS}[config.problem])
-        return made, []
+        return make({problem.__name__: problem for problem in PROBLEMS}[config.problem]), []
     setting = Setting()
     model = copy.deepcopy(setting.start)
     batches = list(zip(setting.x, setting.y, strict=True))
@@ -203,24 +202,25 @@ def follow(config: Configuration) -> int:
     """Compare the weights after every step, and f at the end; how many steps that were."""
     (mine, batches), (other, _) = problem_of(config), problem_of(config)
     for made in (mine, other):
-        next(made.model.parameters()).requires_grad_(not config.frozen or len(list(made.model.parameters())) == 1)
+        first, *more = made.model.parameters()
+        first.requires_grad_(not (config.frozen and more))
     opt, twin = ours(config, mine.model), twin_of(config, other.model)
     for i in range(STEPS):
-        seeded = [(1.0, lambda i=i: seed_and(i, other.loss_of, i))]
         if batches:
-            whole = batches[i % len(batches)]
-            pieces = cut(*whole, *config.parts) if config.takes != "whole" else [whole]
-            seeded = [(len(y) / 12, lambda x=x, y=y: other.loss_of(x, y)) for x, y in pieces]
-        twin.step(seeded)
+            x, y = batches[i]
+            pieces = [(x, y)] if config.takes == "whole" else cut(x, y, *config.parts)
+            twin.step([(len(b) / len(y), lambda a=a, b=b: other.loss_of(a, b)) for a, b in pieces])
+        else:
+            twin.step([(1.0, lambda i=i: seeded(i, other.loss_of))])
         if not all(w.isfinite().all() and w.abs().max() < 100 for w in other.weights()):
             return i  # it diverges, and rounding with it
         torch.manual_seed(i)
         if not batches:
             STYLES[config.style](opt, lambda i=i: mine.loss_of(i))
         elif config.takes == "micro-batches":
-            opt.step(mine.loss_of, *whole)
+            opt.step(mine.loss_of, x, y)
         else:
-            opt.step(mine.loss_of, batches=cut(*whole, *config.parts), penalty=config.takes)
+            opt.step(mine.loss_of, batches=cut(x, y, *config.parts), penalty=config.takes)
         error = relative_error(mine.weights(), other.weights())
         assert error < 1e-8, f"step {i}: {error}"
     if config.optimizer not in SAMS:
@@ -231,9 +231,10 @@ def follow(config: Configuration) -> int:
     return STEPS
 
 
-def seed_and(seed, function, *words):
-    torch.manual_seed(seed)
-    return function(*words)
+def seeded(i, loss_of):
+    """With the same random numbers in every pass of a step."""
+    torch.manual_seed(i)
+    return loss_of(i)
 
 
 def compare(seeds) -> None:
