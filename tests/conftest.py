@@ -1,12 +1,15 @@
 """What every test starts from."""
 
+import multiprocessing
 import os
+import signal
 
 import pytest
 import torch
 
 # The problems are tiny: a second thread costs more than it brings, and fights over the cores with other processes.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
@@ -14,3 +17,18 @@ if not torch.cuda.is_available():
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c():
+    """Python's own handler, here and in the processes that a test starts: a job in the background ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def children():
+    """A function: the processes that the test has started and that are alive. Those of other tests may be too."""
+    before = set(multiprocessing.active_children())
+    return lambda: [process for process in multiprocessing.active_children() if process not in before]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gtracer
-from places import ROOT
+from support.places import ROOT
 
 SOURCE = Path(gtracer.__file__).parent
 # From the ground up. A room may import from the rooms before it.

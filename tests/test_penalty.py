@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gtracer import TracerPenalty
-from problems import make, relative_error, tanh_mlp
-from twin import SGDTwin
+from support.problems import make, relative_error, tanh_mlp
+from support.twin import SGDTwin
 
 
 def test_state_dict_goes_on_alike():

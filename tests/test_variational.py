@@ -13,7 +13,7 @@ from gtracer import SGDTracer, TracerPenalty
 from gtracer import variational as v
 from gtracer.experimental import Precondition, Ridge
 from gtracer.variational import Gaussian, hessian_of
-from problems import spd
+from support.problems import spd
 
 RHO, ETA = 0.3, 2.0
 EXACT = v.quadrature(16)

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from gtracer import Clip, SGDTracer, TracerPenalty
-from places import ROOT
+from support.places import ROOT
 
 EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import gtracer
 from gtracer import cli
 from gtracer.lab.sweeps import study
-from places import ROOT
+from support.places import ROOT
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -16,7 +16,7 @@ from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.study import load
 from gtracer.lab.sweeps.sweep import RunsFolder
-from places import ROOT
+from support.places import ROOT
 
 STUDIES = ROOT / "studies"
 

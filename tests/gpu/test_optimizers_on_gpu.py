@@ -5,12 +5,12 @@ Run with `pytest -m gpu`.
 
 import pytest
 import torch
-from test_optimizer import MAKERS, every_optimiser
 from torch import nn
 
 from gtracer import AdamWTracer, FiniteDifference, SGDTracer, curvature
 from gtracer.experimental import vectorised_micro_batch
-from problems import relative_error
+from support.optimizers import MAKERS, every_optimiser
+from support.problems import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

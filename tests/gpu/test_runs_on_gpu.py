@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_data import cifar_pickle
 
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
@@ -15,6 +14,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support.datasets import cifar_pickle
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import copy
 
 import pytest
 import torch
-from test_distributed import OPTIMIZERS, agree, alone, batches, flat
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gtracer import AdamWTracer, Clip, FiniteDifference, SGDTracer
 from gtracer.lab.models.transformer import Transformer
+from support.data_parallel import OPTIMIZERS, agree, alone, batches, flat
 
 pytestmark = [
     pytest.mark.gpu,

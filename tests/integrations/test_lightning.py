@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from gtracer import Clip, FiniteDifference, SGDTracer
-from processes import together
+from support.gloo import together
 
 lightning = pytest.importorskip("lightning")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from places import ROOT
-from processes import together
+from support.gloo import together
+from support.places import ROOT
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -19,7 +19,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 from gtracer.lab.training.callbacks import ProgressBar
-from records import made_up
+from support.records import made_up
 
 # A closing tag that closes nothing is an error in rich; an opening one vanishes; an emoji's name becomes its picture.
 WORDS = ["[/bold]", "[red]", "a[/x]b", ":warning:", "[link=x]", r"back\[slash]", "[0]"]

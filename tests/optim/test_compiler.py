@@ -7,9 +7,9 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import AdamWTracer, FiniteDifference, SGDTracer, Tracer, curvature
 from gtracer.experimental import PreviousStep
-from gtracer.lab.benchmarks.estimators import peak
+from gtracer.lab.benchmarks.measurement import peak
 from gtracer.scopes import moved
-from problems import relative_error
+from support.problems import relative_error
 
 MAKERS = {
     "sgd": lambda p, **k: SGDTracer(p, lr=0.1, momentum=0.9, rho=0.02, delta=0.05, **k),

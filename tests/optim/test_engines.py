@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gtracer import FiniteDifference, SGDTracer
 from gtracer.optim.engines import direction, exact, finite_difference
-from problems import PROBLEMS, Problem, Vector, make, quadratic, relative_error, spd, tanh_mlp
+from support.problems import PROBLEMS, Problem, Vector, make, quadratic, relative_error, spd, tanh_mlp
 
 
 def run(passes, gradient_at):

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from test_optimizer import every_optimiser, same, snapshot
 from torch import nn
 
 from gtracer import (
@@ -20,8 +19,9 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import Ridge
-from problems import make, relative_error, tanh_mlp
-from twin import SGDTwin
+from support.optimizers import every_optimiser, same, snapshot
+from support.problems import make, relative_error, tanh_mlp
+from support.twin import SGDTwin
 
 
 def scheduled(optimizer, name):

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_parts import OPTIMIZERS, Setting, everyone, plain
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import FiniteDifference, SGDTracer
+from support.batches import OPTIMIZERS, Setting, everyone, plain
 
 
 def scaler(**own):

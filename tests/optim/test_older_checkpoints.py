@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from gtracer import SAM, AdamTracer, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer
 from gtracer.curvature import micro_batch, per_example
 from gtracer.experimental import PreviousStep, loss_gradient
-from places import TESTS
+from support.places import TESTS
 
 FIXTURE = TESTS / "fixtures" / "checkpoints-0.1.0.pt.xz"
 CENTRAL = FiniteDifference(0.02, central=True)

@@ -4,22 +4,10 @@ import pytest
 import torch
 
 from gtracer import SAM, AdamTracer, AdamWTracer, SGDTracer, Tracer, TracerPenalty
-from problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error
+from support.bases import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
+from support.problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error
 
 STEPS = 20
-SGD_ARGUMENTS = [
-    {},
-    {"momentum": 0.9},
-    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 1e-2},
-    {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-2},
-    {"momentum": 0.9, "maximize": True},
-]
-ADAM_ARGUMENTS = [
-    {},
-    {"betas": (0.0, 0.9), "eps": 1e-3},
-    {"weight_decay": 0.1},
-    {"weight_decay": 0.1, "maximize": True},
-]
 
 
 def run_torch(problem, make_optimizer):
@@ -65,14 +53,6 @@ def test_adamw_decays_by_default_as_torch_does():
     found, _ = run_ours(dropout_mlp, lambda p: AdamWTracer(p, rho=0.0))
     true, _ = run_torch(dropout_mlp, lambda p: torch.optim.AdamW(p))
     assert relative_error(found, true) < 1e-12
-
-
-BASES = {
-    name: cls
-    for name, cls in vars(torch.optim).items()
-    # LBFGS and SparseAdam need other gradients; Muon takes matrices only.
-    if isinstance(cls, type) and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
-}
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)

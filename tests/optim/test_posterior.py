@@ -6,7 +6,7 @@ from torch import nn
 
 from gtracer import AdamTracer, SGDTracer
 from gtracer.calibration import calibration
-from networks import make, mlp
+from support.networks import make, mlp
 
 
 def trained(kind=SGDTracer, steps=3, **options):

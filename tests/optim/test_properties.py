@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gtracer import AdamTracer, SGDTracer, TracerPenalty, curvature, tensors
-from problems import relative_error
-from twin import AdamTwin, SGDTwin
+from support.problems import relative_error
+from support.twin import AdamTwin, SGDTwin
 
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
 dtypes = st.sampled_from([torch.float32, torch.float64])

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from test_optimizer import every_optimiser, same, snapshot
 from torch import nn
 
 from gtracer import (
@@ -20,7 +19,8 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import Precondition, Ridge
-from problems import make, tanh_mlp
+from support.optimizers import every_optimiser, same, snapshot
+from support.problems import make, tanh_mlp
 
 
 def weight():

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from places import TESTS
-from resume_worker import ALL, PROBLEMS, Run
+from support.places import SUPPORT
+from support.resume import ALL, PROBLEMS, Run
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def folder(tmp_path_factory):
             run.save(folder / f"{name}-{problem}-middle.pt")
             run.go_on(5)
             run.save(folder / f"{name}-{problem}-straight.pt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-    subprocess.run([sys.executable, str(TESTS / "resume_worker.py"), str(folder)], check=True, env=environment)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(SUPPORT / "resume.py"), str(folder)], check=True, env=environment)
     return folder
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gtracer import SAM
-from problems import PROBLEMS, make, relative_error
+from support.problems import PROBLEMS, make, relative_error
 
 
 class SAMTwin:

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from test_optimizer import every_optimiser
 
 from gtracer import SAM, AdamTracer, SGDTracer
-from problems import Problem, Vector, make, spd, tanh_mlp
-from twin import penalised_gradient
+from support.optimizers import every_optimiser
+from support.problems import Problem, Vector, make, spd, tanh_mlp
+from support.twin import penalised_gradient
 
 A = spd(3)
 

@@ -25,8 +25,8 @@ from gtracer import (
 )
 from gtracer.experimental import PartialBatch, PreviousStep, loss_gradient
 from gtracer.optim import executors
-from places import TESTS
-from problems import relative_error
+from support.places import SUPPORT
+from support.problems import relative_error
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore")  # numpy's, in the interpreter
@@ -320,7 +320,7 @@ def test_on_a_cpu_nothing_is_launched(monkeypatch):
 def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
     """Where tensors lie at addresses that allow it; no GPU is needed for that."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TESTS / "kernels_for_a_gpu.py")]
+    command = [sys.executable, str(SUPPORT / "kernels_for_a_gpu.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     # A thread has 16 numbers of each tensor: g and v; p too; g and the second pass's; all of these, momentum, last ρ∇T.

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_plain import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
 
 from gtracer import AdamTracer, AdamWTracer, FiniteDifference, SGDTracer, Tracer, TracerPenalty
 from gtracer.experimental import loss_gradient
-from problems import PROBLEMS, conv_batch_norm, make, relative_error, tanh_mlp
-from twin import AdamTwin, SGDTwin, penalised_gradient
+from support.bases import ADAM_ARGUMENTS, BASES, SGD_ARGUMENTS
+from support.problems import PROBLEMS, conv_batch_norm, make, relative_error, tanh_mlp
+from support.twin import AdamTwin, BaseTwin, SGDTwin
 
 STEPS = 8
 # The central difference is exact to O(radius²); 1e-4 balances that against rounding in float64.
@@ -96,21 +96,6 @@ def test_a_step_is_bounded_where_the_second_moment_has_seen_it():
     bound = 1e-3 * (1 - 0.9) / (1 - 0.999) ** 0.5  # Kingma and Ba, section 2.1
     assert largest_step() < 1.1 * bound
     assert largest_step(average=loss_gradient) > 10 * bound
-
-
-class BaseTwin:
-    """Feeds the penalised gradient to a torch optimiser."""
-
-    def __init__(self, base, rho, beta, delta):
-        self.base, self.rho, self.beta, self.delta, self.f = base, rho, beta, delta, None
-
-    def step(self, loss):
-        params = self.base.param_groups[0]["params"]
-        g, total, f = penalised_gradient(loss, params, self.f, self.rho, self.delta)
-        self.f = [(1 - self.beta) * y + self.beta * x**2 for x, y in zip(g, f, strict=True)]
-        for p, x in zip(params, total, strict=True):
-            p.grad = x
-        self.base.step()
 
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)

@@ -13,7 +13,7 @@ from gtracer.curvature import Evaluation, Recording, per_example
 from gtracer.lab.benchmarks import estimators, measurement, optimizers, scaling, throughput
 from gtracer.lab.errors import LabError
 from gtracer.lab.models.transformer import Transformer
-from problems import relative_error
+from support.problems import relative_error
 
 CPU = torch.device("cpu")
 

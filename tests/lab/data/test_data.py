@@ -21,6 +21,7 @@ from gtracer.lab.data import download, text, vision
 from gtracer.lab.data.download import Source
 from gtracer.lab.data.label_noise import mislabelled
 from gtracer.lab.errors import LabError
+from support.datasets import cifar_pickle, task_of
 
 
 class TestNoise:
@@ -52,15 +53,6 @@ def test_digits():
     assert not torch.equal(task.train.inputs, other.train.inputs)
 
 
-def cifar_pickle(path, n, key, classes, protocol=2):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rng = numpy.random.default_rng(0)
-    pixels = rng.integers(0, 256, (n, 3072), dtype=numpy.uint8)
-    labels = [int(i % classes) for i in range(n)]
-    path.write_bytes(pickle.dumps({"data": pixels, key: labels}, protocol=protocol))
-    return pixels, labels
-
-
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_cifar100(tmp_path, protocol):
     pixels, labels = cifar_pickle(tmp_path / "cifar-100-python/train", 200, "fine_labels", 100, protocol)
@@ -83,25 +75,6 @@ def test_cifar10(tmp_path):
     task = data.load(Config(task="cifar10", data=str(tmp_path)))
     assert task.train.inputs.shape == (100, 3, 32, 32)
     assert task.test.inputs.shape == (20, 3, 32, 32)
-
-
-def local_texts(path, n=40):
-    rows = "".join(f"text {i},{i % 4}\n" for i in range(n))
-    path.mkdir(parents=True, exist_ok=True)
-    for name in ("train", "test"):
-        (path / f"{name}.csv").write_text("text,label\n" + rows)
-
-
-def task_of(kind, folder, **options):
-    """The configuration of a small task of every kind; examples are all different, and come in a fixed order."""
-    if kind == "text":
-        local_texts(folder / "texts")
-        return Config(task=str(folder / "texts"), **options)
-    if kind == "image":
-        for name in ("train", "test"):
-            cifar_pickle(folder / "cifar-100-python" / name, 200, "fine_labels", 100)
-        return Config(task="cifar100", data=str(folder), **options)
-    return Config(**options)
 
 
 def examples(split):
@@ -222,7 +195,9 @@ def test_damaged_cifar(tmp_path, content, capsys):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"no gzip", gzip.compress(b"\0\0\x08\x03\0\0"), gzip.compress(b"x" * 99)[:20]]
+    "content",
+    [b"", b"no gzip", gzip.compress(b"\0\0\x08\x03\0\0"), gzip.compress(b"x" * 99)[:20]],
+    ids=["empty", "no gzip", "too short", "cut"],
 )
 def test_damaged_idx(tmp_path, content):
     path = tmp_path / "x.gz"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_models import tiny_bert, tiny_mpnet
 
 from gtracer import cli
 from gtracer.lab.config import Config
@@ -19,6 +18,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.steps import Eager
 from gtracer.lab.training.trainer import train
+from support.encoders import tiny_bert, tiny_mpnet
 
 transformers = pytest.importorskip("transformers")
 CPU = torch.device("cpu")

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_models import SIZES, tiny_bert
 from torch.nn.functional import scaled_dot_product_attention
 
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import encoders
 from gtracer.lab.training.run import Run
+from support.encoders import SIZES, tiny_bert
 
 pytest.importorskip("triton")
 from gtracer.lab.kernels.attention import attention

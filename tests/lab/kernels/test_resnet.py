@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_data import cifar_pickle
 from torch.nn.functional import cross_entropy
 
 from gtracer.lab.config import Config
@@ -15,6 +14,7 @@ from gtracer.lab.models import network
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.trainer import train
+from support.datasets import cifar_pickle
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton")

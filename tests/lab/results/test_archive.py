@@ -18,7 +18,7 @@ from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.sweeps.sweep import RunsFolder
 from gtracer.lab.training.trainer import train
-from records import ENVIRONMENT, damage, small, varied
+from support.records import ENVIRONMENT, damage, small, varied
 
 SMALL = Config(task="digits", width=8, rho=0.003, delta=0.01, epochs=2, device="cpu", batch_size=512)
 # Contents that are no record as gtracer writes it, each of which must come back as it was.

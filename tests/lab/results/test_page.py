@@ -7,7 +7,7 @@ import pytest
 
 from gtracer.lab.results import report
 from gtracer.lab.results.statistics import read
-from records import HOSTILE, small, varied
+from support.records import HOSTILE, small, varied
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)

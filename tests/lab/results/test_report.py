@@ -27,8 +27,8 @@ from gtracer.lab.results.report.svg import inlined
 from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import TEST, read
 from gtracer.lab.sweeps.study import Study
-from places import TESTS
-from records import HOSTILE, damage, fill, small, varied
+from support.places import TESTS
+from support.records import HOSTILE, damage, fill, small, varied
 
 GOLDEN = TESTS / "golden"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,20 +5,14 @@ import multiprocessing
 import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
-from rich.console import Console
 
 from gtracer import cli
 from gtracer.lab import files
-from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.local import Event, Local, PipeCallback
@@ -28,55 +22,10 @@ from gtracer.lab.training import checkpoint
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support.commands import ended, started, until
+from support.studies import QUIET, STUDY, TWO, stamps, straight, study
 
-QUIET = Console(quiet=True)
-STUDY = {
-    "title": "small",
-    "base": {"task": "digits", "width": 16, "epochs": 3, "label_noise": 0.5, "batch_size": 256, "delta": 0.01},
-    "seeds": 2,
-    "methods": {"SGD": {"optimizer": "sgd"}, "TRACER": {"optimizer": "sgd-tracer", "rho": 0.003}},
-}
-TWO = Local(processes=2)
 LONG = 1_000_000  # epochs: hours
-
-
-def study(**changes) -> Study:
-    return Study.from_mapping(STUDY).changed(**changes)
-
-
-def straight(config: Config, folder) -> dict:
-    """The curves of the run alone, in this process, with a worker's number of threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
-    try:
-        return train(config, folder / f"straight-{config.folder}", []).curves
-    finally:
-        torch.set_num_threads(threads)
-
-
-def stamps(folder) -> dict:
-    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob(f"*/{NAME}")}
-
-
-def started(*words, **options) -> subprocess.Popen:
-    """The command in a process of its own, in a session of its own: its group can be sent signals."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "300"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gtracer", *words],
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        **options,
-    )
-
-
-def until(condition, seconds=60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def refuse(cells):
@@ -133,13 +82,13 @@ def test_a_finished_run_is_found_whatever_its_folder_is_called(tmp_path):
     assert stamps(tmp_path) == before
 
 
-def test_a_worker_dies(tmp_path):
+def test_a_worker_dies(tmp_path, children):
     """SIGKILL after its first epoch: the run goes on in another process, to the same numbers."""
     (config, *_) = study(epochs=30).configs()
     killed = False
     for event in TWO([(config, tmp_path / "run")]):
         if not killed:
-            for child in multiprocessing.active_children():
+            for child in children():
                 os.kill(child.pid, signal.SIGKILL)
             killed = True
             assert not event.ended
@@ -147,13 +96,13 @@ def test_a_worker_dies(tmp_path):
     assert Record.read(tmp_path / "run").curves == straight(config, tmp_path)
 
 
-def test_a_worker_that_always_dies_is_given_up(tmp_path):
+def test_a_worker_that_always_dies_is_given_up(tmp_path, children):
     """And its neighbours are run all the same."""
     one, two = study(epochs=40).configs()[:2]
     engine, failures = Local(processes=1, retries=1), {}
     for event in engine([(one, tmp_path / "one"), (two, tmp_path / "two")]):
         if event.config == one and not event.ended:
-            for child in multiprocessing.active_children():
+            for child in children():
                 os.kill(child.pid, signal.SIGKILL)
         if event.ended:
             failures[event.config] = event.failure
@@ -165,12 +114,10 @@ def test_the_sweep_itself_is_killed(tmp_path):
     """Its workers leave off by themselves, and the next sweep ends on the numbers of one that was left alone."""
     path = tmp_path / "study.json"
     study(epochs=25).write(tmp_path)
-    process = started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2")
-    try:
+    with started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2") as process:
         until(lambda: list((tmp_path / "out").glob(f"*/{CHECKPOINT}")))
-    finally:
         process.kill()
-        process.communicate()
+        ended(process)
     shelf = RunsFolder.of(tmp_path / "out")
     finished = {folder.name for record, folder in shelf.records.values() if record.finished}
     before = stamps(tmp_path / "out")
@@ -187,13 +134,11 @@ def test_workers_of_a_killed_sweep_leave_off(tmp_path):
     """In the middle of runs that would go on for hours."""
     study(epochs=LONG).write(tmp_path)
     out = tmp_path / "out"
-    process = started("sweep", str(tmp_path / "study.json"), "--out", str(out), "--workers", "2")
-    try:
+    with started("sweep", str(tmp_path / "study.json"), "--out", str(out), "--workers", "2") as process:
         until(lambda: len(list(out.glob(f"*/{CHECKPOINT}"))) == 2)
-    finally:
         process.kill()
-        process.communicate()
-    until(lambda: all(is_free(path.parent) for path in out.glob(f"*/{NAME}")), seconds=20)
+        ended(process)
+    until(lambda: all(is_free(path.parent) for path in out.glob(f"*/{NAME}")))
 
 
 @pytest.mark.parametrize("alive", [True, False])
@@ -208,13 +153,10 @@ def test_a_worker_looks_after_its_sweep_in_every_step(alive, monkeypatch):
 def test_ctrl_c(tmp_path, to_all):
     path = tmp_path / "study.json"
     study(epochs=LONG, seeds=1).write(tmp_path)
-    process = started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2")
-    try:
+    with started("sweep", str(path), "--out", str(tmp_path / "out"), "--workers", "2") as process:
         until(lambda: len(list((tmp_path / "out").glob(f"*/{CHECKPOINT}"))) == 2)  # both are under way
         (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
-        out, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        out, error = ended(process)
     assert process.returncode == 130
     assert error == "gtracer: interrupted; what was under way is saved; give the same command again to go on\n"
     assert "unfinished" in out
@@ -225,7 +167,7 @@ def test_ctrl_c(tmp_path, to_all):
         assert not Record.read(folder).finished
 
 
-def test_interrupt_stops_the_workers(tmp_path):
+def test_interrupt_stops_the_workers(tmp_path, children):
     def interrupted(cells):
         for event in TWO(cells):
             yield event
@@ -233,7 +175,7 @@ def test_interrupt_stops_the_workers(tmp_path):
 
     with pytest.raises(Interrupted, match="give the same command again"):
         sweep(study(epochs=300), tmp_path, interrupted, QUIET)
-    assert not multiprocessing.active_children()
+    assert not children()
 
 
 def test_a_run_that_diverges_is_a_result(tmp_path, capsys):
@@ -328,8 +270,9 @@ class TestBadInput:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
 
-        process = started("sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out"), preexec_fn=limited)
-        _, error = process.communicate(timeout=120)
+        words = ["sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out")]
+        with started(*words, preexec_fn=limited) as process:
+            _, error = ended(process)
         assert process.returncode == 1
         assert "2 of 2 runs failed" in error
         assert "File too large" in error

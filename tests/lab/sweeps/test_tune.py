@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from test_sweep import QUIET, stamps
 
 from gtracer import cli
 from gtracer.lab.config import Config
@@ -15,6 +14,7 @@ from gtracer.lab.sweeps import tune
 from gtracer.lab.sweeps.launchers.local import Event
 from gtracer.lab.sweeps.sweep import RunsFolder
 from gtracer.lab.sweeps.tune import Range
+from support.studies import QUIET, stamps
 
 optuna = pytest.importorskip("optuna")
 

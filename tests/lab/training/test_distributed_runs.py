@@ -2,13 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from test_sweep import until
 
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
@@ -18,6 +15,7 @@ from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.distributed import Ranks
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support.commands import finished, torchrun, until
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
 SMALL = Config(
@@ -31,30 +29,6 @@ SMALL = Config(
     holdout=0.1,
     device="cpu",
 )
-
-
-def torchrun(*words):
-    """`torchrun … gtracer`, two gloo processes, in a session of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "gtracer"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *words],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process, seconds=120):
-    """Its output and errors; the whole session is killed when it takes longer."""
-    try:
-        return process.communicate(timeout=seconds)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
 
 
 @pytest.mark.parametrize(
@@ -73,9 +47,8 @@ def test_the_same_numbers_as_one(change, tmp_path):
     config = replace(SMALL, **change)
     config.write(tmp_path / "c.yaml")
     alone = train(config, tmp_path / "one", [])
-    process = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
-    out, error = ended(process)
-    assert process.returncode == 0, error
+    code, out, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
+    assert code == 0, error
     assert out.count("test accuracy") == 1
     together = Record.read(tmp_path / "two")
     assert together.finished
@@ -89,22 +62,18 @@ def test_interrupted_and_resumed(tmp_path):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
     config = replace(SMALL, epochs=80, batch_size=256, width=8)
     config.write(tmp_path / "c.yaml")
-    straight = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
-    _, error = ended(straight)
-    assert straight.returncode == 0, error
-    cut = torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut"))
-    try:
+    code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
+    assert code == 0, error
+    with torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut")) as cut:
         until(lambda: (tmp_path / "cut" / CHECKPOINT).exists())
         os.killpg(cut.pid, signal.SIGINT)
-    finally:
         _, error = ended(cut)
     assert error.count("go on with gtracer train --resume") == 1
     assert not Record.read(tmp_path / "cut").finished
     with pytest.raises(LabError, match="2 processes, not 1, wrote it"):
         checkpoint.load(Run(config), tmp_path / "cut")
-    resumed = torchrun("train", "--resume", str(tmp_path / "cut"))
-    _, error = ended(resumed)
-    assert resumed.returncode == 0, error
+    code, _, error = finished("train", "--resume", str(tmp_path / "cut"))
+    assert code == 0, error
     assert Record.read(tmp_path / "cut").curves == Record.read(tmp_path / "straight").curves
 
 

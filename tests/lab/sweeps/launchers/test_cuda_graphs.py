@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from test_data import cifar_pickle
-from test_sweep import stamps, study
 
 from gtracer import cli
 from gtracer.lab.config import Config
@@ -19,27 +17,11 @@ from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
+from support.datasets import cifar_pickle
+from support.side_by_side import RUNS, trained
+from support.studies import stamps, study
 
 QUIET = Console(quiet=True)
-# 1347 examples: five batches of 256 and one of 67.
-SMALL = Config(label_noise=0.5, epochs=3, width=16, batch_size=256, holdout=0.0, device="cpu", delta=0.01)
-RUNS = [
-    replace(SMALL, optimizer="sgd", seed=1, clip=0.5),
-    replace(SMALL, optimizer="sam", rho=0.5, warmup=0.3),
-    replace(SMALL, optimizer="sgd-tracer", rho=0.003, weight_decay=5e-4, seed=2),
-    replace(SMALL, optimizer="sgd-tracer", rho=0.003, engine="exact", model="mlp-ln", holdout=0.2),
-    replace(SMALL, optimizer="adamw-tracer", rho=0.003, lr=1e-3, weight_decay=0.01),
-    replace(SMALL, optimizer="adam-sam", rho=0.05, lr=1e-3, clip=0.5),
-    replace(SMALL, optimizer="sgd-tracer", rho=0.003, interval=4, reuse=0.5),
-    replace(SMALL, optimizer="sgd-tracer", rho=0.003, reuse="previous"),
-]
-
-
-def trained(configs, folder, width):
-    """Their records, and how each ended."""
-    cells = [(config, folder / str(index)) for index, config in enumerate(configs)]
-    ends = {event.config: event.failure for event in CudaGraphs(width)(cells) if event.ended}
-    return [Record.read(path) for _, path in cells], [ends[config] for config in configs]
 
 
 def test_as_if_alone(tmp_path):

@@ -11,14 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_sweep import QUIET, TWO, stamps, straight, study, until
 
 from gtracer import cli
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.ray import Ray
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.sweeps.sweep import RunsFolder, sweep
-from places import TESTS
+from support.commands import until
+from support.places import SUPPORT
+from support.studies import QUIET, TWO, stamps, straight, study
 
 pytest.importorskip("ray")
 
@@ -54,7 +55,7 @@ def cluster(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_TMPDIR", tempfile.gettempdir())  # the names of sockets must be short
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
-    script = TESTS / "ray_cluster.py"
+    script = SUPPORT / "ray_cluster.py"
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdin=subprocess.PIPE,
@@ -72,11 +73,11 @@ def cluster(monkeypatch, tmp_path):
         below = descendants(process.pid)
         process.stdin.close()
         process.stdout.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        finally:
-            watchdog.cancel()
-            kill(below)  # none may stay behind
+        watchdog.cancel()
+        kill(below)  # none may stay behind
+        process.wait()
 
 
 def test_the_same_records_through_the_death_of_a_worker(cluster, tmp_path):

@@ -2,5 +2,6 @@
 
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
+SUPPORT = TESTS / "support"

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from test_optimizer import MAKERS
 
 from gtracer import RhoScheduler, SGDTracer, TracerPenalty, linear_warmup
-from problems import conv_batch_norm, dropout_mlp, make
+from support.optimizers import MAKERS
+from support.problems import conv_batch_norm, dropout_mlp, make
 
 PROBLEMS = {"dropout": dropout_mlp, "batch-norm": conv_batch_norm}
 ALL = {

@@ -1,0 +1,1 @@
+"""What several test modules share: problems, twins, made-up data, and processes to run things in."""
