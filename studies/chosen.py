@@ -56,7 +56,7 @@ def chosen(search: Study, there: RunsFolder, study: Study) -> Study:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("search", help="the search's study, by name or file")
-    parser.add_argument("runs", type=Path, help="the folder with its runs")
+    parser.add_argument("runs", type=Path, help="the folder with its runs, or an archive of it")
     parser.add_argument("study", help="the study that is to have the values, by name or file")
     parser.add_argument("-o", "--out", type=Path, required=True, help="where to write it, as JSON")
     words = parser.parse_args()

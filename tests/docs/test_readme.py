@@ -67,6 +67,7 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
         "report": [],
+        "records": [],
     }
     for words in commands:
         assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0

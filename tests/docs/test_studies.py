@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from gtracer.lab.results import archive
 from gtracer.lab.results import statistics as results
 from gtracer.lab.results.record import Record
 from gtracer.lab.results.report.figures import pictures
@@ -18,7 +19,7 @@ from gtracer.lab.sweeps.study import load
 from gtracer.lab.sweeps.sweep import RunsFolder
 from support.places import ROOT
 
-STUDIES = ROOT / "studies"
+STUDIES, RECORDS = ROOT / "studies", ROOT / "records"
 
 
 def study(name, *words):
@@ -85,7 +86,7 @@ def test_the_study_of_the_posterior_runs():
 def test_a_study_with_what_its_search_chose(tmp_path, encoder, final, line):
     """Table 3's values are those of the records of its search, whose test data had no say."""
     search, out = str(STUDIES / "superglue" / f"search-{encoder}.yaml"), tmp_path / "chosen.json"
-    runs = STUDIES.parent / "records" / "superglue" / f"search-{encoder}"
+    runs = RECORDS / "superglue" / f"search-{encoder}.jsonl.xz"
     printed = study("chosen", search, str(runs), final, "-o", str(out))
     assert load(str(out)).configs() == load(final).configs()
     assert line in printed
@@ -99,10 +100,17 @@ def test_a_search_that_was_not_run_chooses_nothing(tmp_path):
 
 
 def test_every_record_that_is_kept_here_can_be_read():
-    folders = sorted(path.parent for path in (STUDIES.parent / "records").rglob("record.json"))
-    assert len(folders) > 60
-    for folder in folders:
-        Record.read(folder)
+    found = [read for _, read in Record.read_all(RECORDS)]
+    assert len(found) > 1500
+    assert {type(read) for read in found} == {Record}
+
+
+def test_records_are_kept_one_file_for_a_study():
+    """As `gtracer records pack` leaves them: no folders of runs, no run twice."""
+    assert not list(RECORDS.rglob("record.json"))
+    for path in RECORDS.rglob("*.jsonl.xz"):
+        names = list(archive.unpacked(path))
+        assert all(re.fullmatch(r"study\.json|[^/]+/record\.json", name) for name in names), path
 
 
 def test_the_results_in_the_docs_are_those_of_the_records():
@@ -118,7 +126,7 @@ def test_the_results_in_the_docs_are_those_of_the_records():
         ("table3-mpnet", "superglue/table3-mpnet"),
         (str(STUDIES / "superglue" / "clipping-mpnet.yaml"), "superglue/clipping-mpnet"),
     ):
-        found, problems = results.read(STUDIES.parent / "records" / folder, load(name))
+        found, problems = results.read(RECORDS / f"{folder}.jsonl.xz", load(name))
         assert problems == []
         for result in found.all if folder.startswith("cifar100") else ():
             beside = "" if result.paper is None else f" | {Estimate(*result.paper, n=0)} |"
@@ -133,7 +141,7 @@ def test_the_results_in_the_docs_are_those_of_the_records():
 def test_the_second_moments_in_the_docs_are_those_of_the_records():
     """For each of the table's rows the two δ, each at its best ρ by held-out data and beside it."""
     study = load(str(STUDIES / "digits" / "second-moment.yaml"))
-    found, problems = results.read(STUDIES.parent / "records" / "digits" / "second-moment", study)
+    found, problems = results.read(RECORDS / "digits" / "second-moment.jsonl.xz", study)
     assert problems == []
     text = (STUDIES.parent / "docs" / "algorithm.md").read_text().replace("*", "")
     section = text[text.index("## What feeds") : text.index("## What can go wrong")]
@@ -177,8 +185,7 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
     """At the best ρ by held-out data, the smaller of equals, in the middle of training, mean over seeds."""
     fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
     found = {}
-    for path in (STUDIES.parent / "records" / folder).glob("*/record.json"):
-        record = Record.read(path.parent)
+    for _, record in Record.read_all(RECORDS / f"{folder}.jsonl.xz"):
         wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
         if wanted and record.config.optimizer.endswith("tracer") and record.finished:
             found.setdefault(record.config.rho, []).append(record.curves)
@@ -203,7 +210,7 @@ def test_the_span_of_the_ratios_is_that_of_their_table():
     ("name", "folder", "picture"), [("figure1", "search-long", "varied"), ("figure2", "table1", "epochs")]
 )
 def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, picture):
-    found, problems = results.read(STUDIES.parent / "records" / "cifar100" / folder, load(name))
+    found, problems = results.read(RECORDS / "cifar100" / f"{folder}.jsonl.xz", load(name))
     assert problems == []
     drawn = {made.name: made.svg for made in pictures(found)}[picture]
     assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
@@ -213,9 +220,7 @@ def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
     """docs/choosing-rho.md, to the digit; README's two sentences follow from it."""
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("rho_auto")
-    runs = [
-        json.loads(line) for line in (STUDIES.parent / "records" / "rho-auto" / "runs.jsonl").read_text().splitlines()
-    ]
+    runs = [json.loads(line) for line in (RECORDS / "rho-auto" / "runs.jsonl").read_text().splitlines()]
     module.print_table(runs, ["base", "0.003", "auto", "auto, held out"])
     rows = capsys.readouterr().out.splitlines()[2:]
     text = (STUDIES.parent / "docs" / "choosing-rho.md").read_text().replace("**", "")

@@ -75,7 +75,8 @@ def in_turn(folder: Path) -> Iterator[None]:
 def _in_the_way(folder: Path) -> str:
     """What to do where a file has the place of a folder."""
     file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
-    return "" if file is None else f"; {file} is a file: unpack it (gtracer records unpack), or choose a folder"
+    hint = "choose a folder, or unpack the records that it holds: gtracer records unpack"
+    return "" if file is None else f"; {file} is a file: {hint} {file}"
 
 
 def _tidy(folder: Path) -> None:

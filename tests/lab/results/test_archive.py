@@ -34,7 +34,10 @@ ODD = {
     "a byte order mark": b'\xef\xbb\xbf{\n "a": 1\n}\n',
     "utf-16": '{\n "a": 1\n}\n'.encode("utf-16"),
     "half a letter": b'{\n "a": "\\ud800"\n}\n',
+    "half a letter, indented": b'{\n  "a": "\\ud800"\n}\n',
+    "half a letter as bytes": b'{\n "a": "\xed\xa0\x80"\n}\n',
     "no text": bytes(range(256)),
+    "nested": b"[" * 500 + b"]" * 500,
     "a name twice": b'{\n "a": 1,\n "a": 2\n}\n',
     "numbers": b'{\n "a": 1e5,\n "b": 1.0,\n "c": 0.1000,\n "d": -0.0,\n "e": 12345678901234567890123\n}\n',
     "not a number": b'{\n "a": NaN,\n "b": Infinity,\n "c": 1e999\n}\n',
@@ -346,7 +349,8 @@ class TestTraining:
         assert cli.main([word.format(path) for word in words]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1
-        assert f"{path} is a file: unpack it (gtracer records unpack), or choose a folder" in error
+        told = f"{path} is a file: choose a folder, or unpack the records that it holds: gtracer records unpack {path}"
+        assert told in error
         assert path.read_bytes() == content
 
     def test_an_unfinished_run_is_unpacked_and_resumed(self, tmp_path):

@@ -88,7 +88,7 @@ def pack(folder: Path, archive: Path) -> list[str]:
     lines = [json.dumps(_line(name, text), separators=(",", ":")) + "\n" for name, text in content.items()]
     files.write(archive, _lzma().compress("".join(lines).encode()))
     others = {path for path in folder.rglob("*") if path.is_file()} - {*found, archive}
-    return sorted(path.relative_to(folder).as_posix() for path in others if path.name != files.LOCK)
+    return sorted(path.relative_to(folder).as_posix() for path in others if path.name not in (files.LOCK, files.TURN))
 
 
 def unpack(archive: Path, folder: Path, runs: Collection[str] = ()) -> int:
@@ -127,7 +127,7 @@ def unpacked(archive: Path) -> dict[str, bytes]:
             raise ValueError("it is empty")
     except (lzma.LZMAError, EOFError) as error:  # that line was not reached
         raise LabError(_damaged(archive, number + 1, error)) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise LabError(_damaged(archive, max(number, 1), error)) from error
     except OSError as error:
         raise LabError(f"cannot read {archive}: {error.strerror}") from error
@@ -147,9 +147,10 @@ def _line(name: str, content: bytes) -> dict[str, Any]:
     for ascii_only in (True, False):
         try:
             value = json.loads(content)
+            is_so = _laid_out(value, ascii_only) == content
         except (ValueError, RecursionError):
             break
-        if _laid_out(value, ascii_only) == content:
+        if is_so:
             return {"path": name, "json": value} | ({} if ascii_only else {"ascii": False})
     return {"path": name, "text": content.decode(*BYTES)}
 
