@@ -15,7 +15,7 @@ from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.distributed import Ranks
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
-from support.commands import finished, torchrun, until
+from support.commands import ended, finished, torchrun, until
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
 SMALL = Config(
