@@ -211,12 +211,14 @@ def _add_option(options: Any, item: Field[Any]) -> None:
     if item.name not in ("data", "model", "clip"):  # they say themselves what happens without
         text += f" (default: {_shown(item.default)}"
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
-    if item.type == "bool":
+    if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif item.name == "betas":
         options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
     else:
-        options.add_argument(flag, type=int if item.type == "int" else str, default=None, metavar="X", help=text)
+        options.add_argument(
+            flag, type=int if isinstance(item.default, int) else str, default=None, metavar="X", help=text
+        )
 
 
 def _shown(value: Any) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from gtracer.lab import files
-from gtracer.lab.config import Config
+from gtracer.lab.config import Config, numeric
 from gtracer.lab.data import is_text
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.results.record import Record
@@ -47,7 +47,7 @@ class Range:
         Range(name='rho/delta', low=0.1, high=2.0)
         """
         name, _, ends = text.partition("=")
-        known = [RATIO, *(item.name for item in fields(Config) if "float" in str(item.type) and item.name != "betas")]
+        known = [RATIO, *numeric()]
         if name not in known:
             raise unknown("option to search", name, known)
         try:
