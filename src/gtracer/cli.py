@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gtracer import __version__
 from gtracer.lab.config import FINE_TUNING, Config, parsed
-from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.errors import Interrupted, LabError, one_line, shown, similar
+
+MOST = 1_000_000  # of whatever is counted on the command line
+
+
+class Parser(argparse.ArgumentParser):
+    """One that says in one line what is wrong, and what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.match(r"unrecognized arguments: (-\S+)|.*invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        option, word, choices = wrong.groups() if wrong else (None, None, None)
+        near = similar(option, self._options()) if option else similar(word, re.findall(r"[\w.-]+", choices or ""))
+        self.exit(2, f"gtracer: {': '.join(filter(None, [shortened(message), near]))} (see {self.prog} --help)\n")
+
+    def _options(self) -> set[str]:
+        """Its own, and those of its commands: what none of them knows comes back to the first."""
+        commands = [a.choices.values() for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        parsers = [self, *(command for each in commands for command in each)]
+        return {flag for parser in parsers for flag in parser._option_string_actions}
+
+
+def shortened(message: str) -> str:
+    """A message that may repeat words of any length."""
+    return " ".join(word if len(word) < 200 else f"{word[:60]}…" for word in one_line(message).split(" "))
 
 
 def parser() -> argparse.ArgumentParser:
     """Every sub-command with its defaults and an example."""
-    top = argparse.ArgumentParser(prog="gtracer", description="G-TRACER: train to a flat minimum.")
+    top = Parser(prog="gtracer", description="G-TRACER: train to a flat minimum.")
     top.add_argument("--version", action="version", version=f"gtracer {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
@@ -183,8 +208,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
-    bench.add_argument("--precision", default="fp32", metavar="NAME", help="all but estimators: fp32 or bf16")
-    bench.add_argument("--kernels", default="torch", metavar="NAME", help="side-by-side: torch, compiled or fused")
+    bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
+    bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="side-by-side")
     bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -214,10 +239,10 @@ def _add_option(options: Any, item: Field[Any]) -> None:
     if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif item.name == "betas":
-        options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
+        options.add_argument(flag, nargs=2, type=_number, default=None, metavar="B", help=text)
     else:
         options.add_argument(
-            flag, type=int if isinstance(item.default, int) else str, default=None, metavar="X", help=text
+            flag, type=_integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
         )
 
 
@@ -232,8 +257,9 @@ def _at_least_one(text: str) -> int:
 
 
 def _whole(text: str, least: int = 0) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    wanted = f"a whole number of at least {least} (and at most {MOST})"
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= MOST:
+        raise argparse.ArgumentTypeError(f"must be {wanted}, got {shown(text)}")
     return int(text)
 
 
@@ -243,8 +269,21 @@ def _at_least_zero(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {shown(text)}")
     return value
+
+
+def _number(text: str) -> Any:
+    """A number where it is one, as above."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _integer(text: str) -> Any:
+    """A whole number where it is one: the configuration says what is wrong with others."""
+    return int(text) if re.fullmatch("-?[0-9]{1,18}", text) else text
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -292,6 +331,8 @@ def _sweep(chosen: argparse.Namespace) -> None:
     finally:  # what there is of it, also when runs failed or were interrupted
         if folder.is_dir():
             console.print(summary.table(Results(wanted, Shelf.of(folder).all())))
+            line = f"Runs in {folder}; a page of them: gtracer report {shlex.quote(str(folder))}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tune(chosen: argparse.Namespace) -> None:
@@ -299,8 +340,9 @@ def _tune(chosen: argparse.Namespace) -> None:
 
     from gtracer.lab.sweeps import tune
 
-    config = _configuration(chosen)
+    config = _checked(chosen)
     searched = tune.ranges(config, [tune.Range.parse(text) for text in chosen.search])
+    tune.check_ranges(config, searched)
     folder = chosen.out or Path("runs") / f"tune-{config.folder}"
     tune.tune(config, searched, chosen.trials, chosen.seeds, folder, _engine(chosen), Console())
 
@@ -353,19 +395,36 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
         if given.keys() - {"data"} or chosen.config or chosen.out:
             raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
         return replace(Record.read(chosen.resume).config, **given), chosen.resume
-    config = _configuration(chosen)
+    config = _checked(chosen)
     return config, chosen.out or Path("runs") / config.folder
 
 
+def _checked(chosen: argparse.Namespace) -> Config:
+    """The configuration, whose names are known and whose options all have an effect."""
+    from gtracer.lab.sweeps import sweep
+    from gtracer.lab.training import effects
+
+    config = _configuration(chosen)
+    sweep.check(config)
+    effects.check(config, {name: getattr(config, name) for name in _asked(chosen)})
+    return config
+
+
 def _configuration(chosen: argparse.Namespace) -> Config:
-    """From the options, and the file that they override."""
+    """What is asked for, on top of what suits the task."""
     from gtracer.lab.data import is_text
 
+    asked = _asked(chosen)
+    return Config.from_mapping((FINE_TUNING if is_text(asked.get("task", Config.task)) else {}) | asked)
+
+
+def _asked(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options, and the file that they override."""
     given = _given(chosen)
-    if chosen.config:
-        Config.read(chosen.config)  # says what is wrong with it
-        given = (parsed(chosen.config) or {}) | given
-    return Config.from_mapping((FINE_TUNING if is_text(given.get("task", Config.task)) else {}) | given)
+    if not chosen.config:
+        return given
+    Config.read(chosen.config)  # says what is wrong with it
+    return (parsed(chosen.config) or {}) | given
 
 
 def _given(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -378,13 +437,19 @@ def _is_first() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; without one, the demo. Returns the exit code."""
+    """Run a command; without one, say what there is. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = parser().parse_args(words or ["demo"])
+    if not words:
+        parser().print_help()
+        return 0
+    chosen = parser().parse_args(words)
     try:
         chosen.run(chosen)
     except LabError as error:
-        print(f"gtracer: {error}", file=sys.stderr)
+        print(f"gtracer: {shortened(str(error))}", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print("gtracer: there is not enough memory for this: ask for less at a time", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         print(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)

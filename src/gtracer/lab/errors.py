@@ -37,7 +37,7 @@ def similar(name: Any, choices: Iterable[str]) -> str:
     >>> similar("--optmizer", ["--optimizer", "--out"])
     'did you mean --optimizer?'
     """
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.6) if isinstance(name, str) else []
+    near = difflib.get_close_matches(name.lower(), choices, n=3, cutoff=0.6) if isinstance(name, str) else []
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 

@@ -59,17 +59,22 @@ def one_of(*choices: str) -> PlainValidator:
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), must_be(f"a whole number of at least 1 (and at most {2**31 - 1})")]
 Flag = Annotated[bool, must_be("True or False")]
-Name = Annotated[
-    str, Field(max_length=4096, pattern="^[^\x00-\x1f\x7f]*$"), must_be("a str without control characters")
+# A pattern is also what makes pydantic look at the characters: halves of one, which JSON can hold, are no text.
+Words = Annotated[str, Field(pattern=""), must_be("text")]
+Line = Annotated[
+    str,
+    Field(max_length=4096, pattern="^[^\x00-\x1f\x7f]*$"),
+    must_be("a str of at most 4096 characters without control characters"),
 ]
+Name = Annotated[Line, Field(min_length=1), must_be("a str, neither empty nor with control characters")]
 Number = Annotated[float, must_be("a finite number")]
 Positive = Annotated[float, Field(gt=0), must_be("a finite number above 0")]
 AtLeastZero = Annotated[float, Field(ge=0), must_be("a finite number in [0, inf]")]
 Share = Annotated[float, Field(ge=0, le=1), must_be("a finite number in [0, 1]")]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1), must_be("a finite number in [0, 1)")]
 ShareAboveZero = Annotated[float, Field(gt=0, le=1), must_be("a finite number in (0, 1]")]
-Scalar = Annotated[str | bool | int | float, must_be("text, a number, or true or false")]
-Words = Annotated[str, must_be("text")]
+Scalar = Annotated[Words | bool | int | float, must_be("text, a number, or true or false")]
+Place = Annotated[int, Field(ge=0, lt=2**63), must_be("a whole number of at least 0")]
 
 
 def problems(error: ValidationError, what: str = "key", known: Collection[str] = ()) -> LabError:

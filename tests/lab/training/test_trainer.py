@@ -519,11 +519,14 @@ class TestBadInput:
         ("content", "message"),
         [
             ('{"format": 99}', "has format 99, this gtracer reads 1"),
-            ('{"format": 1}', "is damaged .'config'"),
+            ('{"format": 1}', "is damaged .a configuration is a mapping of names to values, got NoneType"),
             ('{"format": 1, "config": {"speed": 1}}', "is damaged .unknown configuration key 'speed'"),
             ("[]", "has format 'list'"),
             ("", "is damaged"),
-            (json.dumps({"format": 1, "config": {}, "environment": None}), "is damaged .environment is None"),
+            (
+                json.dumps({"format": 1, "config": {}, "environment": None}),
+                "is damaged .environment must be a mapping, got None",
+            ),
             ('{"format": 1, "con', "is damaged"),
         ],
     )
@@ -615,7 +618,6 @@ class TestCommandLine:
             "0.9",
             "--f0",
             "0.5",
-            "--nesterov",
             "--epochs",
             "1",
             "--width",
@@ -625,7 +627,7 @@ class TestCommandLine:
         ]
         assert self.run(*words, "--out", str(tmp_path)) == 0
         config = Record.read(tmp_path).config
-        assert (config.betas, config.f0, config.nesterov, config.optimizer) == ((0.8, 0.9), 0.5, True, "adam-tracer")
+        assert (config.betas, config.f0, config.optimizer) == ((0.8, 0.9), 0.5, "adam-tracer")
         assert config.holdout == 0.1
         out = capsys.readouterr().out
         assert "test accuracy" in out

@@ -36,7 +36,8 @@ def ensure(
     `checksums` are those of unpacked files. They bind what was downloaded, not what the user has put there.
     """
     paths = [folder / name for name in wanted]
-    if not all(path.exists() for path in paths):
+    lost = "" if files.exists(folder) else f"there is no folder {folder}: "
+    if not all(map(files.exists, paths)):
         try:
             for source in sources:
                 _unpack(fetch(source, folder), folder)
@@ -45,9 +46,9 @@ def ensure(
                     (folder / name).unlink()
                     raise LabError(f"{name}: the checksum is not {checksum}")
         except LabError as error:
-            missing = next(path for path in paths if not path.exists())
+            missing = next(path for path in paths if not files.exists(path))
             raise LabError(
-                f"{missing} is missing and could not be downloaded ({error}): put the files of "
+                f"{lost}{missing} is missing and could not be downloaded ({error}): put the files of "
                 f"{' '.join(s.url for s in sources)} there, or name their folder with --data"
             ) from error
     for path in paths:

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from gtracer.lab import files
 from gtracer.lab.config import Config, Seed, parsed
 from gtracer.lab.errors import LabError, shown, unknown
-from gtracer.lab.schema import STRICT, Name, Number, Words, must_be, problems
+from gtracer.lab.schema import STRICT, Line, Number, Words, must_be, problems
 
 NAME = "study.json"
 SHIPPED = Path(__file__).parent / "studies"
@@ -32,7 +32,7 @@ def _label(value: Any) -> Any:
 
 
 # What a study's file may say. Its options are looked at one by one, by the configuration whose they are.
-Label = Annotated[Name, BeforeValidator(_label)]
+Label = Annotated[Line, BeforeValidator(_label)]
 Options = Annotated[dict[str, Any] | None, must_be("a mapping of options")]
 Seeds = Annotated[
     Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[Seed], Field(min_length=1, max_length=MOST)],
@@ -89,7 +89,7 @@ class Point:
         return [replace(self.config, seed=seed) for seed in self.seeds]
 
 
-SYMBOLS = {"rho": "ρ", "delta": "δ", "beta": "β", "eta": "η"}
+SYMBOLS = {"rho": "ρ", "delta": "δ", "beta": "β", "eta": "η", "f0": "f₀"}
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,8 @@ def load(name: str) -> Study:
         if not Path(name).exists():
             raise LabError(f"cannot read {name}: there is no such study")
         return Study.read(Path(name))
+    if "/" in name:
+        raise LabError(f"there is no study {name}: give a YAML or JSON file, or one of {', '.join(shipped())}")
     raise unknown("study", name, shipped())
 
 

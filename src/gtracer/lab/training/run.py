@@ -88,7 +88,7 @@ class Run:
             self.holdout = self._reading(built.batches(task.holdout, self.device), task.holdout)
         wrong = (task.train.labels != task.train.truth).nonzero().flatten()[:WRONG_SHOWN]
         self.wrong = self._reading(self.train_batch, task.train, wrong) if len(wrong) else None
-        self.notes = built.notes
+        self.notes, self.model_name = built.notes, built.name
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
         total = self.steps_an_epoch * config.epochs
@@ -302,7 +302,7 @@ def device_of(name: str) -> torch.device:
     """The named device, or a GPU where there is one."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()  # not every kind of device holds numbers
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError, ImportError) as error:
         raise LabError(f"device {name!r} cannot be used here: {str(error).strip().splitlines()[0]}") from error
     return device

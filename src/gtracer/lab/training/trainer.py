@@ -16,6 +16,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
+from gtracer.lab.training import resolution
 from gtracer.lab.training.distributed import joined
 from gtracer.lab.training.run import CHECKPOINT, Run, device_of
 
@@ -41,7 +42,8 @@ def train(config: Config, folder: Path, watchers: list[Watcher], *, resume: bool
         if record is not None and record.finished:
             return record
         run = Run(config, ranks)
-        record = record or Record(config, provenance.describe(run.device, ranks.world), notes=run.notes)
+        where = provenance.describe(run.device, ranks.world)
+        record = record or Record(config, where, notes=run.notes, resolved=resolution.of(run))
         with files.locked(folder, "run") if ranks.is_first else nullcontext():
             _train(run, record, folder, watchers, resume)
         return record
@@ -87,7 +89,7 @@ def _one_epoch(run: Run, record: Record, folder: Path, watchers: list[Watcher], 
 
 def record_in(folder: Path, config: Config, resume: bool) -> Record | None:
     """What the folder holds of this run; refused where it holds another."""
-    if not (folder / NAME).exists():
+    if not files.exists(folder / NAME):
         if resume:
             raise LabError(f"{folder} holds no {NAME}: there is nothing to resume")
         return None

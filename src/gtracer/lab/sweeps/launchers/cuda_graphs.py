@@ -21,7 +21,7 @@ from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.local import Cell, Event, told
-from gtracer.lab.training import optimizers
+from gtracer.lab.training import optimizers, resolution
 from gtracer.lab.training.run import CHECKPOINT, Run, device_of
 from gtracer.lab.training.trainer import record_in, stop_on_interrupt
 from gtracer.optim import TwoPassOptimizer
@@ -103,7 +103,8 @@ def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None
     with files.locked(folder, "run"):
         replayed = Replayed(config)
         run = replayed.run
-        record = record or Record(config, provenance.describe(run.device, abreast=width), notes=run.notes)
+        where = provenance.describe(run.device, abreast=width)
+        record = record or Record(config, where, notes=run.notes, resolved=resolution.of(run))
         if resume and (folder / CHECKPOINT).exists():
             record.take(replayed.load(folder))
         record.write(folder)
