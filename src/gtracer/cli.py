@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from gtracer import __version__
-from gtracer.lab.config import FINE_TUNING, Config, parsed
-from gtracer.lab.errors import Interrupted, LabError, one_line, shown, similar
 
-MOST = 1_000_000  # of whatever is counted on the command line
-
-
-class Parser(argparse.ArgumentParser):
-    """One that says in one line what is wrong, and what may have been meant."""
-
-    def error(self, message: str) -> NoReturn:
-        wrong = re.match(r"unrecognized arguments: (-\S+)|.*invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        option, word, choices = wrong.groups() if wrong else (None, None, None)
-        near = similar(option, self._options()) if option else similar(word, re.findall(r"[\w.-]+", choices or ""))
-        self.exit(2, f"gtracer: {': '.join(filter(None, [shortened(message), near]))} (see {self.prog} --help)\n")
-
-    def _options(self) -> set[str]:
-        """Its own, and those of its commands: what none of them knows comes back to the first."""
-        commands = [a.choices.values() for a in self._actions if isinstance(a, argparse._SubParsersAction)]
-        parsers = [self, *(command for each in commands for command in each)]
-        return {flag for parser in parsers for flag in parser._option_string_actions}
-
-
-def shortened(message: str) -> str:
-    """A message that may repeat words of any length."""
-    return " ".join(word if len(word) < 200 else f"{word[:60]}…" for word in one_line(message).split(" "))
+try:
+    from gtracer.lab.config import FINE_TUNING, Config, parsed
+    from gtracer.lab.errors import Interrupted, LabError
+    from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
+except ModuleNotFoundError as missing:  # torch alone is installed with the library
+    sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,8 +44,8 @@ def _add_demo(commands: Any) -> None:
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--seeds", type=_at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
-    demo.add_argument("--epochs", type=_at_least_one, default=50, metavar="N", help="passes over the data")
+    demo.add_argument("--seeds", type=at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
+    demo.add_argument("--epochs", type=at_least_one, default=50, metavar="N", help="passes over the data")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of records and plot")
     demo.set_defaults(run=_demo)
 
@@ -98,8 +79,8 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the records (default: runs/ and the study's name)"
     )
-    sweep.add_argument("--seeds", type=_at_least_one, metavar="N", help="runs for each cell (default: the study's)")
-    sweep.add_argument("--epochs", type=_at_least_one, metavar="N", help="passes over the data (default: the study's)")
+    sweep.add_argument("--seeds", type=at_least_one, metavar="N", help="runs for each cell (default: the study's)")
+    sweep.add_argument("--epochs", type=at_least_one, metavar="N", help="passes over the data (default: the study's)")
     sweep.add_argument(
         "--settings",
         nargs="+",
@@ -123,8 +104,8 @@ def _add_tune(commands: Any) -> None:
         "as the rest. The test set is not looked at. Options that are set below are not searched.",
         epilog="example: gtracer tune --task digits --label-noise 0.5 --optimizer sgd-tracer --delta 0.01 --trials 20",
     )
-    tune.add_argument("--trials", type=_at_least_one, default=20, metavar="N", help="values to try (default: 20)")
-    tune.add_argument("--seeds", type=_at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
+    tune.add_argument("--trials", type=at_least_one, default=20, metavar="N", help="values to try (default: 20)")
+    tune.add_argument("--seeds", type=at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
     tune.add_argument(
         "--search",
         action="append",
@@ -160,11 +141,11 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
         help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
     )
     group.add_argument(
-        "--workers", type=_at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
+        "--workers", type=at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
     )
     group.add_argument(
         "--processes",
-        type=_at_least_one,
+        type=at_least_one,
         default=1,
         metavar="N",
         help="side-by-side: several that share the device and the runs, for many short ones (default: 1)",
@@ -172,17 +153,17 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
     )
-    group.add_argument("--cpus", type=_at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
+    group.add_argument("--cpus", type=at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
     group.add_argument(
         "--gpus",
-        type=_at_least_zero,
+        type=at_least_zero,
         default=0,
         metavar="N",
         help="ray: GPUs of a run, parts of one allowed (default: 0)",
     )
     group.add_argument(
         "--retries",
-        type=_whole,
+        type=whole,
         default=RETRIES,
         metavar="N",
         help=f"how often a run is tried again when its process dies (default: {RETRIES})",
@@ -204,13 +185,13 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("what", choices=["estimators", "side-by-side", "steps", "sizes"], help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
-    bench.add_argument("--batch-size", type=_at_least_one, default=128, metavar="N", help="examples a step")
+    bench.add_argument("--batch-size", type=at_least_one, default=128, metavar="N", help="examples a step")
     bench.add_argument(
-        "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
+        "--micro-batch", type=at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
     bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
     bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="side-by-side")
-    bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
+    bench.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     bench.set_defaults(run=_bench)
@@ -239,10 +220,10 @@ def _add_option(options: Any, item: Field[Any]) -> None:
     if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif item.name == "betas":
-        options.add_argument(flag, nargs=2, type=_number, default=None, metavar="B", help=text)
+        options.add_argument(flag, nargs=2, type=number, default=None, metavar="B", help=text)
     else:
         options.add_argument(
-            flag, type=_integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
+            flag, type=integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
         )
 
 
@@ -250,40 +231,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "the optimiser's own"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _at_least_one(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _whole(text: str, least: int = 0) -> int:
-    wanted = f"a whole number of at least {least} (and at most {MOST})"
-    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= MOST:
-        raise argparse.ArgumentTypeError(f"must be {wanted}, got {shown(text)}")
-    return int(text)
-
-
-def _at_least_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {shown(text)}")
-    return value
-
-
-def _number(text: str) -> Any:
-    """A number where it is one, as above."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _integer(text: str) -> Any:
-    """A whole number where it is one: the configuration says what is wrong with others."""
-    return int(text) if re.fullmatch("-?[0-9]{1,18}", text) else text
 
 
 def _demo(chosen: argparse.Namespace) -> None:

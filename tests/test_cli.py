@@ -1,6 +1,8 @@
 """What the command line says: without a command, at a slip of the pen, at the end of a sweep."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -126,3 +128,11 @@ def test_several_errors_are_told_at_once(tmp_path, capsys):
     for part in ("lr must be", "got -1", "momentum must be", "epochs must be", "got 'many'", "did you mean optimizer?"):
         assert part in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["pydantic", "filelock"])
+def test_without_the_lab_it_says_what_to_install(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from gtracer.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"gtracer: this needs {missing}: pip install 'gtracer-optim[lab]'\n"
