@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import Field, fields, replace
@@ -11,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from gtracer import __version__
-from gtracer.lab.config import FINE_TUNING, Config, parsed
-from gtracer.lab.errors import Interrupted, LabError
+
+try:
+    from gtracer.lab.config import FINE_TUNING, Config, parsed
+    from gtracer.lab.errors import Interrupted, LabError
+    from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
+except ModuleNotFoundError as missing:  # torch alone is installed with the library
+    sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
 
 
 def parser() -> argparse.ArgumentParser:
     """Every sub-command with its defaults and an example."""
-    top = argparse.ArgumentParser(prog="gtracer", description="G-TRACER: train to a flat minimum.")
+    top = Parser(prog="gtracer", description="G-TRACER: train to a flat minimum.")
     top.add_argument("--version", action="version", version=f"gtracer {__version__}")
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
@@ -39,8 +45,8 @@ def _add_demo(commands: Any) -> None:
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    demo.add_argument("--seeds", type=_at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
-    demo.add_argument("--epochs", type=_at_least_one, default=50, metavar="N", help="passes over the data")
+    demo.add_argument("--seeds", type=at_least_one, default=3, metavar="N", help="number of runs for each optimiser")
+    demo.add_argument("--epochs", type=at_least_one, default=50, metavar="N", help="passes over the data")
     demo.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="folder of records and plot")
     demo.set_defaults(run=_demo)
 
@@ -74,8 +80,8 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the records (default: runs/ and the study's name)"
     )
-    sweep.add_argument("--seeds", type=_at_least_one, metavar="N", help="runs for each cell (default: the study's)")
-    sweep.add_argument("--epochs", type=_at_least_one, metavar="N", help="passes over the data (default: the study's)")
+    sweep.add_argument("--seeds", type=at_least_one, metavar="N", help="runs for each cell (default: the study's)")
+    sweep.add_argument("--epochs", type=at_least_one, metavar="N", help="passes over the data (default: the study's)")
     sweep.add_argument(
         "--settings",
         nargs="+",
@@ -99,8 +105,8 @@ def _add_tune(commands: Any) -> None:
         "as the rest. The test set is not looked at. Options that are set below are not searched.",
         epilog="example: gtracer tune --task digits --label-noise 0.5 --optimizer sgd-tracer --delta 0.01 --trials 20",
     )
-    tune.add_argument("--trials", type=_at_least_one, default=20, metavar="N", help="values to try (default: 20)")
-    tune.add_argument("--seeds", type=_at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
+    tune.add_argument("--trials", type=at_least_one, default=20, metavar="N", help="values to try (default: 20)")
+    tune.add_argument("--seeds", type=at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
     tune.add_argument(
         "--search",
         action="append",
@@ -136,11 +142,11 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
         help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
     )
     group.add_argument(
-        "--workers", type=_at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
+        "--workers", type=at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
     )
     group.add_argument(
         "--processes",
-        type=_at_least_one,
+        type=at_least_one,
         default=1,
         metavar="N",
         help="side-by-side: several that share the device and the runs, for many short ones (default: 1)",
@@ -148,17 +154,17 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
     )
-    group.add_argument("--cpus", type=_at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
+    group.add_argument("--cpus", type=at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
     group.add_argument(
         "--gpus",
-        type=_at_least_zero,
+        type=at_least_zero,
         default=0,
         metavar="N",
         help="ray: GPUs of a run, parts of one allowed (default: 0)",
     )
     group.add_argument(
         "--retries",
-        type=_whole,
+        type=whole,
         default=RETRIES,
         metavar="N",
         help=f"how often a run is tried again when its process dies (default: {RETRIES})",
@@ -180,13 +186,13 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("what", choices=["estimators", "side-by-side", "steps", "sizes"], help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
-    bench.add_argument("--batch-size", type=_at_least_one, default=128, metavar="N", help="examples a step")
+    bench.add_argument("--batch-size", type=at_least_one, default=128, metavar="N", help="examples a step")
     bench.add_argument(
-        "--micro-batch", type=_at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
+        "--micro-batch", type=at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
-    bench.add_argument("--precision", default="fp32", metavar="NAME", help="all but estimators: fp32 or bf16")
-    bench.add_argument("--kernels", default="torch", metavar="NAME", help="side-by-side: torch, compiled or fused")
-    bench.add_argument("--rounds", type=_at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
+    bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
+    bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="side-by-side")
+    bench.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     bench.set_defaults(run=_bench)
@@ -247,38 +253,20 @@ def _add_option(options: Any, item: Field[Any]) -> None:
     if item.name not in ("data", "model", "clip"):  # they say themselves what happens without
         text += f" (default: {_shown(item.default)}"
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
-    if item.type == "bool":
+    if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     elif item.name == "betas":
-        options.add_argument(flag, nargs=2, type=float, default=None, metavar="B", help=text)
+        options.add_argument(flag, nargs=2, type=number, default=None, metavar="B", help=text)
     else:
-        options.add_argument(flag, type=int if item.type == "int" else str, default=None, metavar="X", help=text)
+        options.add_argument(
+            flag, type=integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
+        )
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "the optimiser's own"
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _at_least_one(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _whole(text: str, least: int = 0) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
-    return int(text)
-
-
-def _at_least_zero(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
-    return value
 
 
 def _demo(chosen: argparse.Namespace) -> None:
@@ -325,6 +313,8 @@ def _sweep(chosen: argparse.Namespace) -> None:
     finally:  # what there is of it, also when runs failed or were interrupted
         if folder.is_dir():
             console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))
+            line = f"Runs in {folder}; a page of them: gtracer report {shlex.quote(str(folder))}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tune(chosen: argparse.Namespace) -> None:
@@ -332,8 +322,9 @@ def _tune(chosen: argparse.Namespace) -> None:
 
     from gtracer.lab.sweeps import tune
 
-    config = _configuration(chosen)
+    config = _checked(chosen)
     searched = tune.ranges(config, [tune.Range.parse(text) for text in chosen.search])
+    tune.check_ranges(config, searched)
     folder = chosen.out or Path("runs") / f"tune-{config.folder}"
     tune.tune(config, searched, chosen.trials, chosen.seeds, folder, _engine(chosen), Console())
 
@@ -403,19 +394,36 @@ def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
         if given.keys() - {"data"} or chosen.config or chosen.out:
             raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
         return replace(Record.read(chosen.resume).config, **given), chosen.resume
-    config = _configuration(chosen)
+    config = _checked(chosen)
     return config, chosen.out or Path("runs") / config.folder
 
 
+def _checked(chosen: argparse.Namespace) -> Config:
+    """The configuration, whose names are known and whose options all have an effect."""
+    from gtracer.lab.sweeps import sweep
+    from gtracer.lab.training import effects
+
+    config = _configuration(chosen)
+    sweep.check(config)
+    effects.check(config, {name: getattr(config, name) for name in _asked(chosen)})
+    return config
+
+
 def _configuration(chosen: argparse.Namespace) -> Config:
-    """From the options, and the file that they override."""
+    """What is asked for, on top of what suits the task."""
     from gtracer.lab.data import is_text
 
+    asked = _asked(chosen)
+    return Config.from_mapping((FINE_TUNING if is_text(asked.get("task", Config.task)) else {}) | asked)
+
+
+def _asked(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options, and the file that they override."""
     given = _given(chosen)
-    if chosen.config:
-        Config.read(chosen.config)  # says what is wrong with it
-        given = (parsed(chosen.config) or {}) | given
-    return Config.from_mapping((FINE_TUNING if is_text(given.get("task", Config.task)) else {}) | given)
+    if not chosen.config:
+        return given
+    Config.read(chosen.config)  # says what is wrong with it
+    return (parsed(chosen.config) or {}) | given
 
 
 def _given(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -428,13 +436,19 @@ def _is_first() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; without one, the demo. Returns the exit code."""
+    """Run a command; without one, say what there is. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    chosen = parser().parse_args(words or ["demo"])
+    if not words:
+        parser().print_help()
+        return 0
+    chosen = parser().parse_args(words)
     try:
         chosen.run(chosen)
     except LabError as error:
-        print(f"gtracer: {error}", file=sys.stderr)
+        print(f"gtracer: {shortened(str(error))}", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print("gtracer: there is not enough memory for this: ask for less at a time", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         print(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)

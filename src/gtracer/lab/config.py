@@ -4,18 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-from gtracer import checks
+from pydantic import Field, ValidationError, create_model
+
 from gtracer.lab import files
-from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import (
+    STRICT,
+    AtLeastZero,
+    Count,
+    Flag,
+    Name,
+    Number,
+    Positive,
+    Share,
+    ShareAboveZero,
+    ShareBelowOne,
+    must_be,
+    one_of,
+    problems,
+)
 
-SCHEDULES = ("cosine", "linear", "constant")
-PRECISIONS = ("fp32", "bf16")
-INITS = ("own", "torch")
-KERNELS = ("torch", "compiled", "fused")
+# Of torch's optimisers, to know their names however they are written; the others go by theirs in small letters.
+PLAIN = {"adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd"}
+PLAIN |= {"muon", "nadam", "radam", "rmsprop", "rprop", "sgd"}
+Schedule = Annotated[str, one_of("cosine", "linear", "constant")]
+Precision = Annotated[str, one_of("fp32", "bf16")]
+Init = Annotated[str, one_of("own", "torch")]
+Kernels = Annotated[str, one_of("torch", "compiled", "fused")]
+Engine = Annotated[str, one_of("finite-difference", "exact")]
+Difference = Annotated[str, one_of("forward", "central")]
+SecondMoment = Annotated[str, one_of("total", "loss")]
+First = Annotated[
+    Literal["first-gradient"] | AtLeastZero | None, must_be("'first-gradient' or a finite number in [0, inf]")
+]
+Reuse = Annotated[Literal["previous"] | Share | None, must_be("'previous' or a finite number in [0, 1]")]
+Units = Annotated[int, Field(ge=1, le=2**16), must_be(f"a whole number of at least 1 (and at most {2**16})")]
+# Generators are seeded with a million times of it, and numpy's take 32 bits.
+Seed = Annotated[int, Field(ge=0, lt=2**32), must_be(f"a whole number of at least 0 (and at most {2**32 - 1})")]
 # How encoders are fine-tuned where nothing else is said: by BERT's recipe (Devlin et al., 2019), learning rate, epochs
 # and optimiser being the paper's.
 FINE_TUNING: dict[str, Any] = {
@@ -29,115 +60,97 @@ FINE_TUNING: dict[str, Any] = {
 }
 
 
-def option(default: Any, text: str, choices: tuple[str, ...] = ()) -> Any:
+def option(default: Any, text: str) -> Any:
     """A field with the help text that the command line shows."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Config:
     """Everything that decides a run's result. `None` leaves a value to the optimiser or model."""
 
-    task: str = option(
+    task: Name = option(
         "digits", "digits, fashion-mnist, cifar10, cifar100, boolq, wic, rte; a csv/jsonl file or folder"
     )
-    data: str | None = option(None, "folder with the task's official files (default: ~/.cache/gtracer)")
-    text_columns: str = option("text", "a text file's columns to classify: one, or two with a comma")
-    label_column: str = option("label", "a text file's column with the class")
-    max_length: int = option(256, "tokens of a text, at most")
-    label_noise: float = option(0.0, "share of training labels replaced by a different class")
-    train_share: float = option(1.0, "share of the training data that is used")
-    holdout: float = option(
+    data: Name | None = option(None, "folder with the task's official files (default: ~/.cache/gtracer)")
+    text_columns: Name = option("text", "a text file's columns to classify: one, or two with a comma")
+    label_column: Name = option("label", "a text file's column with the class")
+    max_length: Count = option(256, "tokens of a text, at most")
+    label_noise: Share = option(0.0, "share of training labels replaced by a different class")
+    train_share: ShareAboveZero = option(1.0, "share of the training data that is used")
+    holdout: ShareBelowOne = option(
         0.0, "share of the training data kept out of training, its labels as wrong as the rest, to tune on"
     )
-    augment: bool = option(False, "random crops and flips of images")
-    model: str | None = option(
+    augment: Flag = option(False, "random crops and flips of images")
+    model: Name | None = option(
         None, "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, or a Hugging Face name or folder"
     )
-    width: int = option(256, "units of an mlp's hidden layers")
-    depth: int = option(2, "number of an mlp's hidden layers")
-    init: str = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones", INITS)
-    optimizer: str = option("sgd-tracer", "one of torch.optim, such as adamw; behind it -tracer, -sam or -asam")
-    lr: float = option(0.02, "learning rate")
-    momentum: float = option(0.9, "of SGD, and of others that have one")
-    dampening: float = option(0.0, "of SGD")
-    nesterov: bool = option(False, "Nesterov momentum in SGD")
-    weight_decay: float = option(0.0, "coupled; decoupled in AdamW")
-    betas: tuple[float, float] = option((0.9, 0.999), "Adam's")
-    eps: float = option(1e-8, "Adam's")
-    clip: float | None = option(
+    width: Units = option(256, "units of an mlp's hidden layers")
+    depth: Units = option(2, "number of an mlp's hidden layers")
+    init: Init = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones")
+    optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; behind it -tracer, -sam or -asam")
+    lr: Positive = option(0.02, "learning rate")
+    momentum: ShareBelowOne = option(0.9, "of SGD, and of others that have one")
+    dampening: Number = option(0.0, "of SGD")
+    nesterov: Flag = option(False, "Nesterov momentum in SGD")
+    weight_decay: AtLeastZero = option(0.0, "coupled; decoupled in AdamW")
+    betas: tuple[ShareBelowOne, ShareBelowOne] = option((0.9, 0.999), "Adam's")
+    eps: AtLeastZero = option(1e-8, "Adam's")
+    clip: Positive | None = option(
         None, "scale gradients down to this norm, those of L + ρT (default: leave them; for texts 1)"
     )
-    rho: float | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
-    beta: float | None = option(None, "β: rate of TRACER's average")
-    delta: float | None = option(None, "δ: TRACER's damping")
-    f0: str | float | None = option(None, "TRACER's f₀: first-gradient or a number")
-    curvature: str | None = option(
+    rho: AtLeastZero | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
+    beta: Share | None = option(None, "β: rate of TRACER's average")
+    delta: AtLeastZero | None = option(None, "δ: TRACER's damping")
+    f0: First = option(None, "TRACER's f₀: first-gradient or a number")
+    curvature: Name | None = option(
         None, "TRACER's F: gradient-magnitude, micro-batch-M, per-example, monte-carlo-fisher, gauss-newton, hutchinson"
     )
-    average: str | None = option(None, "another of these for the average f alone")
-    engine: str | None = option(None, "TRACER's: finite-difference or exact")
-    radius: float | None = option(None, "displacement of TRACER's finite difference")
-    difference: str | None = option(None, "TRACER's: forward or central")
-    interval: int = option(1, "make the second pass every so many steps")
-    reuse: str | float | None = option(
+    average: Name | None = option(None, "another of these for the average f alone")
+    engine: Engine | None = option(None, "TRACER's: finite-difference or exact")
+    radius: Positive | None = option(None, "displacement of TRACER's finite difference")
+    difference: Difference | None = option(None, "TRACER's: forward or central")
+    interval: Count = option(1, "make the second pass every so many steps")
+    reuse: Reuse = option(
         None, "TRACER's for less: previous (one pass in all), or a factor on the last penalty between two intervals"
     )
-    share: float = option(1.0, "of the batch that TRACER's second pass sees")
-    preconditioned: bool = option(False, "divide TRACER's gradient by f + δ")
-    eta: float | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
-    second_moment: str | None = option(None, "what feeds Adam-TRACER's: total (∇[L + ρT]) or loss (∇L alone)")
-    scale_free: bool = option(False, "TRACER: measure weights before batch norm by their direction")
-    rho_warmup: float = option(0.0, "share of the steps over which ρ rises to its value")
-    epochs: int = option(100, "passes over the training data")
-    batch_size: int = option(128, "examples a step")
-    schedule: str = option("cosine", "of the learning rate", SCHEDULES)
-    warmup: float = option(0.0, "share of the steps over which the learning rate rises")
-    seed: int = option(0, "of the splits, the wrong labels, the weights and the batches")
-    device: str = option("auto", "cpu, cuda, mps, … or auto")
-    kernels: str = option(
+    share: ShareAboveZero = option(1.0, "of the batch that TRACER's second pass sees")
+    preconditioned: Flag = option(False, "divide TRACER's gradient by f + δ")
+    eta: AtLeastZero | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
+    second_moment: SecondMoment | None = option(None, "what feeds Adam-TRACER's: total (∇[L + ρT]) or loss (∇L alone)")
+    scale_free: Flag = option(False, "TRACER: measure weights before batch norm by their direction")
+    rho_warmup: Share = option(0.0, "share of the steps over which ρ rises to its value")
+    epochs: Count = option(100, "passes over the training data")
+    batch_size: Count = option(128, "examples a step")
+    schedule: Schedule = option("cosine", "of the learning rate")
+    warmup: Share = option(0.0, "share of the steps over which the learning rate rises")
+    seed: Seed = option(0, "of the splits, the wrong labels, the weights and the batches")
+    device: Name = option("auto", "cpu, cuda, mps, … or auto")
+    kernels: Kernels = option(
         "torch",
         "torch's; compiled: torch.compile; fused: our own on a GPU, for a resnet with batch norm or a BERT",
-        KERNELS,
     )
-    precision: str = option("fp32", "of the computation; weights are fp32", PRECISIONS)
+    precision: Precision = option("fp32", "of the computation; weights are fp32")
 
     def __post_init__(self) -> None:
-        if isinstance(self.betas, list):
-            object.__setattr__(self, "betas", tuple(self.betas))
-        try:
-            self._check()
-        except ValueError as error:
-            raise LabError(str(error)) from error
+        values = Config.checked(vars(self))
+        for name in ("betas", "optimizer"):  # as they are compared; what was a whole number stays one
+            object.__setattr__(self, name, values[name])
 
-    def _check(self) -> None:
-        for item in fields(self):
-            if item.metadata["choices"]:
-                checks.choice(item.name, getattr(self, item.name), item.metadata["choices"])
-        for name in ("task", "text_columns", "label_column", "optimizer", "device"):
-            checks.kind(name, getattr(self, name), str)
-        for name in ("data", "model", "curvature", "average", "engine", "difference"):
-            checks.kind(name, getattr(self, name), (str, type(None)))
-        for name in ("max_length", "width", "depth", "interval", "epochs", "batch_size"):
-            checks.count(name, getattr(self, name))
-        for name in ("augment", "nesterov", "preconditioned", "scale_free"):
-            checks.flag(name, getattr(self, name))
-        for name in ("label_noise", "rho_warmup", "warmup"):
-            checks.number(name, getattr(self, name), low=0, high=1)
-        checks.number("share", self.share, low=0, high=1, open_low=True)
-        checks.number("train_share", self.train_share, low=0, high=1, open_low=True)
-        checks.number("holdout", self.holdout, low=0, high=1, open_high=True)
-        for name in ("lr", "momentum", "weight_decay", "eps"):
-            checks.number(name, getattr(self, name), low=0)
-        for name in ("rho", "beta", "delta", "radius", "eta"):
-            if getattr(self, name) is not None:
-                checks.number(name, getattr(self, name), low=0)
-        if self.clip is not None:
-            checks.number("clip", self.clip, low=0, open_low=True)
-        checks.number("dampening", self.dampening)
-        checks.betas(self.betas)
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
-            raise ValueError(f"seed must be a whole number of at least 0, got {self.seed!r}")
+    @classmethod
+    def checked(cls, values: Any) -> dict[str, Any]:
+        """Some of its values, checked whole, in the form that they have in it."""
+        if not isinstance(values, dict):
+            raise LabError(f"a configuration is a mapping of names to values, got {type(values).__name__}")
+        # YAML reads 1e-3, which everybody writes, as a word; it wants 1.0e-3.
+        read = {name: _number(value) if name in numeric() else value for name, value in values.items()}
+        if isinstance(read.get("betas"), list):
+            read["betas"] = tuple(read["betas"])
+        try:
+            _validator().validate_python(read)
+        except ValidationError as error:
+            raise problems(error, "configuration key", OPTIONS) from error
+        return read | ({"optimizer": canonical(read["optimizer"])} if "optimizer" in read else {})
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values, for JSON and YAML."""
@@ -146,15 +159,7 @@ class Config:
     @classmethod
     def from_mapping(cls, values: Any) -> Config:
         """The inverse; a key that is no field is an error."""
-        if not isinstance(values, dict):
-            raise LabError(f"a configuration is a mapping of names to values, got {type(values).__name__}")
-        kinds = {item.name: str(item.type) for item in fields(cls)}
-        for key in values:
-            if key not in kinds:
-                raise unknown("configuration key", str(key), kinds)
-        # YAML reads 1e-3, which everybody writes, as a word; it wants 1.0e-3.
-        read: dict[str, Any] = {k: _number(v) if "float" in kinds[k] else v for k, v in values.items()}
-        return cls(**read)
+        return cls(**cls.checked(values))
 
     def write(self, path: Path) -> None:
         """As YAML, or as JSON where the name ends so."""
@@ -184,15 +189,57 @@ class Config:
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 
 
+OPTIONS = tuple(item.name for item in fields(Config))
+
+
+@cache
+def _validator() -> Any:
+    """Of a configuration's values, by the types of its fields."""
+    kinds = get_type_hints(Config, include_extras=True)
+    values: dict[str, Any] = {name: (kinds[name], None) for name in OPTIONS}
+    return create_model("Values", __config__=STRICT, **values).__pydantic_validator__
+
+
+@cache
+def numeric() -> frozenset[str]:
+    """The options that take a number with a fraction."""
+    return frozenset(name for name in OPTIONS if _takes(name, 0.5))
+
+
+def _takes(name: str, value: Any) -> bool:
+    try:
+        _validator().validate_python({name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def canonical(optimizer: str) -> str:
+    """An optimiser's name as the lab has it, from any way to write it.
+
+    >>> canonical("SGDTracer"), canonical("AdamW"), canonical("rmsprop_SAM"), canonical("ASAM")
+    ('sgd-tracer', 'adamw', 'rmsprop-sam', 'asam')
+    """
+    plain = re.sub(r"[\s_-]", "", optimizer.lower())
+    for scheme in ("tracer", "asam", "sam"):
+        base = plain.removesuffix(scheme)
+        if base in PLAIN and base != plain:
+            return f"{base}-{scheme}"
+    return plain if plain in PLAIN | {"sam", "asam"} else optimizer
+
+
 def parsed(path: Path) -> Any:
     """What a YAML or JSON file says."""
     text = files.read(path)
     yaml = _yaml()
     try:
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        where = getattr(error, "problem_mark", None)
-        raise LabError(f"{path} is neither YAML nor JSON{f': line {where.line + 1}' if where else ''}") from error
+    except RecursionError as error:
+        raise LabError(f"{path} is nested too deep") from error
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:  # the last two of YAML's own tags
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else shown(one_line(error))
+        raise LabError(f"{path} is neither YAML nor JSON: {where}") from error
 
 
 def _number(value: Any) -> Any:

@@ -25,18 +25,41 @@ def write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):
             part.unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {error.strerror}; what was there before is untouched") from error
+        raise LabError(f"cannot write {path}: {reason(error)}; what was there before is untouched") from error
 
 
 def read(path: Path) -> bytes:
     """Read a file, or say in one line why not."""
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise LabError(f"cannot read {path}: {error.strerror}{_in_the_way(path.parent)}") from error
+    except (OSError, ValueError) as error:
+        lost = isinstance(error, FileNotFoundError) and not path.parent.is_dir()
+        why = f"there is no folder {path.parent}" if lost else reason(error)
+        raise LabError(f"cannot read {path}: {why}{_in_the_way(path.parent)}") from error
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a file cannot be had: the system's word, or Python's where the name itself cannot be."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def expanded(name: str) -> Path:
+    """A path with its home folder written out."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # of a user that there is not
+        raise LabError(f"there is no home folder for {name}") from error
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; there is none of a name that no file can have."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 @contextmanager
@@ -48,8 +71,8 @@ def locked(folder: Path, what: str) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         raise LabError(f"another {what} is at work in {folder}: wait for it, or choose another folder") from error
-    except OSError as error:
-        raise LabError(f"cannot write {folder}: {error.strerror}{_in_the_way(folder)}") from error
+    except (OSError, ValueError) as error:
+        raise LabError(f"cannot write {folder}: {reason(error)}{_in_the_way(folder)}") from error
     _tidy(folder)
     try:
         yield
@@ -64,8 +87,8 @@ def in_turn(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / TURN)
         lock.acquire()
-    except OSError as error:
-        raise LabError(f"cannot write {folder}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise LabError(f"cannot write {folder}: {reason(error)}") from error
     try:
         yield
     finally:
@@ -74,7 +97,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 def _in_the_way(folder: Path) -> str:
     """What to do where a file has the place of a folder."""
-    file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+    file = next((place for place in (folder, *folder.parents) if exists(place) and place.is_file()), None)
     hint = "choose a folder, or unpack the records that it holds: gtracer records unpack"
     return "" if file is None else f"; {file} is a file: {hint} {file}"
 

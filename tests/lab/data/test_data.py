@@ -203,7 +203,7 @@ def test_damaged_idx(tmp_path, content):
     path = tmp_path / "x.gz"
     path.write_bytes(content)
     with pytest.raises(LabError, match=r"x\.gz is damaged"):
-        vision._idx(path)
+        vision._idx(path, 3)
 
 
 def lines(path, rows):
@@ -295,7 +295,9 @@ class TestLocalTexts:
         with pytest.raises(LabError, match="needs a train and a test"):
             data.load(Config(task=str(tmp_path)))
         (tmp_path / "two.csv").write_text("text,label\n" + "a,x\nb,y\n" * 5)
-        with pytest.raises(LabError, match="row 1 has no 'body'"):
+        with pytest.raises(
+            LabError, match="two.csv has no column 'body': name one of 'text, label' with --text-columns"
+        ):
             data.load(Config(task=str(tmp_path / "two.csv"), text_columns="body"))
 
     @pytest.mark.parametrize(

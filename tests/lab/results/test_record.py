@@ -71,11 +71,14 @@ def test_nan_is_null_in_the_file_and_nan_again(tmp_path):
     ("content", "message"),
     [
         ('{"format": 99}', "has format 99, this gtracer reads 1"),
-        ('{"format": 1}', "is damaged .'config'"),
+        ('{"format": 1}', "is damaged .a configuration is a mapping of names to values, got NoneType"),
         ('{"format": 1, "config": {"speed": 1}}', "is damaged .unknown configuration key 'speed'"),
         ("[]", "has format 'list'"),
         ("", "is damaged"),
-        (json.dumps({"format": 1, "config": {}, "environment": None}), "is damaged .environment is None"),
+        (
+            json.dumps({"format": 1, "config": {}, "environment": None}),
+            "is damaged .environment must be a mapping, got None",
+        ),
         ('{"format": 1, "con', "is damaged"),
     ],
 )

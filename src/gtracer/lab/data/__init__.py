@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.data import digits, text, vision
 from gtracer.lab.data.label_noise import mislabelled
@@ -33,13 +34,18 @@ def is_text(name: str) -> bool:
 
 def folder(config: Config) -> Path:
     """Where the task's files are, or are to be downloaded to."""
-    return Path(config.data).expanduser() if config.data else Path.home() / ".cache" / "gtracer"
+    return files.expanded(config.data) if config.data else Path.home() / ".cache" / "gtracer"
 
 
 def check(name: str) -> None:
     """Refuse what is neither a task's name nor a file or folder of texts."""
-    path = Path(name).expanduser()
-    if name not in TASKS and path.suffix not in text.FORMATS and not path.is_dir():
+    if name in TASKS:
+        return
+    path = files.expanded(name)
+    there = files.exists(path)
+    if not there and (path.suffix in text.FORMATS or "/" in name):
+        raise LabError(f"cannot read {name}: there is no such file or folder of texts")
+    if not there or (path.suffix not in text.FORMATS and not path.is_dir()):
         raise unknown("task", name, TASKS)
 
 
@@ -50,7 +56,7 @@ def load(config: Config) -> Task:
         task = TASKS[config.task](config)
     else:
         columns = tuple(config.text_columns.split(","))
-        task = text.local(Path(config.task).expanduser(), columns, config.label_column, config.seed)
+        task = text.local(files.expanded(config.task), columns, config.label_column, config.seed)
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")

@@ -51,6 +51,7 @@ def ensure(
     `checksums` are those of unpacked files. They bind what was downloaded, not what the user has put there.
     """
     paths = [folder / name for name in wanted]
+    lost = "" if files.exists(folder) else f"there is no folder {folder}: "
     try:
         if _missing(paths):
             # The runs of a sweep want the same files at the same moment: one downloads, the others wait.
@@ -59,7 +60,7 @@ def ensure(
                     _unpack(fetch(source, folder), folder, checksums or {})
     except LabError as error:
         raise LabError(
-            f"{_missing(paths)} is missing and could not be downloaded ({error}): put the files of "
+            f"{lost}{_missing(paths)} is missing and could not be downloaded ({error}): put the files of "
             f"{' '.join(s.url for s in sources)} there, or name their folder with --data"
         ) from error
     if missing := _missing(paths):
@@ -68,7 +69,7 @@ def ensure(
 
 
 def _missing(paths: list[Path]) -> Path | None:
-    return next((path for path in paths if not path.exists()), None)
+    return next((path for path in paths if not files.exists(path)), None)
 
 
 def fetch(source: Source, folder: Path) -> Path:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from gtracer.lab import files
 from gtracer.lab.data.download import Source, ensure
-from gtracer.lab.data.task import Split, Task, Texts
-from gtracer.lab.errors import LabError
+from gtracer.lab.data.task import Split, Task
+from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import STRICT, Place, Scalar, Words, problems
 
 Row = dict[str, Any]
 FORMATS = (".csv", ".jsonl")
@@ -32,13 +35,14 @@ CHECKSUMS = {
 
 def boolq(folder: Path) -> Task:
     """Yes/no questions about a passage."""
-    return _superglue(folder, "BoolQ", lambda row: (row["question"], row["passage"]), {False: 0, True: 1})
+    kinds = {"question": Words, "passage": Words}
+    return _superglue(folder, "BoolQ", kinds, lambda row: (row["question"], row["passage"]), {False: 0, True: 1})
 
 
 def rte(folder: Path) -> Task:
     """Does the premise entail the hypothesis?"""
-    labels = {"entailment": 0, "not_entailment": 1}
-    return _superglue(folder, "RTE", lambda row: (row["premise"], row["hypothesis"]), labels)
+    kinds, labels = {"premise": Words, "hypothesis": Words}, {"entailment": 0, "not_entailment": 1}
+    return _superglue(folder, "RTE", kinds, lambda row: (row["premise"], row["hypothesis"]), labels)
 
 
 def wic(folder: Path) -> Task:
@@ -47,7 +51,10 @@ def wic(folder: Path) -> Task:
     def marked(row: Row) -> tuple[str, ...]:
         return tuple(_mark(row[f"sentence{i}"], row[f"start{i}"], row[f"end{i}"]) for i in (1, 2))
 
-    return _superglue(folder, "WiC", marked, {False: 0, True: 1})
+    kinds = {
+        f"{name}{i}": kind for i in (1, 2) for name, kind in (("sentence", Words), ("start", Place), ("end", Place))
+    }
+    return _superglue(folder, "WiC", kinds, marked, {False: 0, True: 1})
 
 
 def _mark(sentence: str, start: int, end: int) -> str:
@@ -59,21 +66,21 @@ def _mark(sentence: str, start: int, end: int) -> str:
     return f'{sentence[:start]}"{sentence[start:end]}"{sentence[end:]}'
 
 
-def _superglue(folder: Path, name: str, texts: Callable[[Row], tuple[str, ...]], labels: dict[Any, int]) -> Task:
+def _superglue(
+    folder: Path, name: str, kinds: dict[str, Any], texts: Callable[[Row], tuple[str, ...]], labels: dict[Any, int]
+) -> Task:
     wanted = {file: f"sha256:{CHECKSUMS[file]}" for file in (f"{name}/train.jsonl", f"{name}/val.jsonl")}
     paths = ensure(folder, list(wanted), [Source(f"{SUPERGLUE}/{name}.zip")], wanted)
-    train, test = (_split(path, _rows(path), texts, "label", labels) for path in paths)
+    train, test = (_split(path, _rows(path, kinds | {"label": Scalar}), texts, "label", labels) for path in paths)
     return Task("text", len(labels), train, test)
 
 
 def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
     """A folder with `train` and `test` (or `val`) files, or one file of which a seeded fifth is for testing."""
     sources = _pair(path) if path.is_dir() else [path]
-    rows = [_rows(source) for source in sources]
-    for source, found in zip(sources, rows, strict=True):
-        if not found:
-            raise LabError(f"{source} is empty: it has no row with a text and its class")
-    names = sorted({str(row[label]) for found in rows for row in found if label in row})
+    options = dict.fromkeys(columns, "--text-columns") | {label: "--label-column"}
+    rows = [_rows(source, dict.fromkeys(options, Scalar), options) for source in sources]
+    names = sorted({str(row[label]) for found in rows for row in found})
     classes = {name: i for i, name in enumerate(names)}
     if len(classes) < 2:
         raise LabError(f"{path} has {len(classes)} classes in column {label!r}, two at least are needed")
@@ -81,7 +88,7 @@ def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
     def texts(row: Row) -> tuple[str, ...]:
         return tuple(str(row[column]) for column in columns)
 
-    splits = [_split(source, found, texts, label, classes, str) for source, found in zip(sources, rows, strict=True)]
+    splits = [_split(source, found, texts, label, classes) for source, found in zip(sources, rows, strict=True)]
     if len(splits) == 1:
         order = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(seed))
         cut = len(order) * 4 // 5
@@ -99,35 +106,54 @@ def _pair(folder: Path) -> list[Path]:
 
 
 def _split(
-    path: Path,
-    rows: list[Row],
-    texts: Callable[[Row], tuple[str, ...]],
-    label: str,
-    classes: dict[Any, int],
-    key: Callable[[Any], Any] = lambda value: value,
+    path: Path, rows: list[Row], texts: Callable[[Row], tuple[str, ...]], label: str, classes: dict[Any, int]
 ) -> Split:
-    """Check every row and take out its texts and its class."""
-    inputs: Texts = []
+    """Take out of every row its texts and its class, which may go by its name."""
     labels = []
     for number, row in enumerate(rows, start=1):
-        try:
-            inputs.append(texts(row))
-            labels.append(classes[key(row[label])])
-        except KeyError as error:
-            known = label in row and key(row[label]) not in classes
-            problem = f"has the unknown label {row[label]!r}" if known else f"has no {error}"
-            raise LabError(f"{path}: row {number} {problem}; it has {', '.join(row)}") from error
-    return Split.clean(inputs, torch.tensor(labels, dtype=torch.int64))
+        key = row[label] if row[label] in classes else str(row[label])
+        if key not in classes:
+            known = ", ".join(map(str, classes))
+            raise LabError(f"{path}: row {number} has the unknown label {shown(row[label])}: it is none of {known}")
+        labels.append(classes[key])
+    return Split.clean([texts(row) for row in rows], torch.tensor(labels, dtype=torch.int64))
 
 
-def _rows(path: Path) -> list[Row]:
-    """Each with the values that it has: what is null or left out is as if its column were not there."""
+def _rows(path: Path, kinds: dict[str, Any], options: dict[str, str] | None = None) -> list[Row]:
+    """All of them, checked.
+
+    Args:
+        path: Of the file.
+        kinds: What each column must hold. What is null or left out is as if its column were not there.
+        options: Of the command line, which choose the columns.
+    """
     try:
         text = files.read(path).decode("utf-8-sig")
-        found = _csv_rows(path, text) if path.suffix == ".csv" else _json_lines(path, text)
-        return [{name: value for name, value in row.items() if value is not None} for row in found]
+        found = list(_csv_rows(path, text) if path.suffix == ".csv" else _json_lines(path, text))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise LabError(f"{path} is damaged: {error}") from error
+        raise LabError(f"{path} is damaged: {one_line(error)}") from error
+    if options and not found:
+        raise LabError(f"{path} is empty: it has no row with a text and its class")
+    there = dict.fromkeys(name for row in found for name in row)
+    for name, option in (options or {}).items():
+        if name not in there:
+            columns = shown(", ".join(there))
+            raise LabError(f"{path} has no column {shown(name)}: name one of {columns} with {option}")
+    kind = TypedDict("Row", kinds)  # type: ignore[misc]
+    kind.__pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[attr-defined]
+    adapter: TypeAdapter[Any] = TypeAdapter(kind)
+    return [_checked(path, number, row, adapter) for number, row in enumerate(found, start=1)]
+
+
+def _checked(path: Path, number: int, row: Row, adapter: TypeAdapter[Any]) -> Row:
+    try:
+        checked: Row = adapter.validate_python({name: value for name, value in row.items() if value is not None})
+        return checked
+    except ValidationError as error:
+        missing = [shown(e["loc"][0]) for e in error.errors() if e["type"] == "missing"]
+        there = [name for name, value in row.items() if value is not None]
+        problem = f"has no {missing[0]}; it has {', '.join(there)}" if missing else f"is wrong: {problems(error)}"
+        raise LabError(f"{path}: row {number} {problem}") from error
 
 
 def _csv_rows(path: Path, text: str) -> Iterable[Row]:
@@ -147,8 +173,8 @@ def _json_lines(path: Path, text: str) -> Iterable[Row]:
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise LabError(f"{path} is damaged: line {number} is not JSON ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise LabError(f"{path} is damaged: line {number} is not JSON ({one_line(error)})") from error
             if not isinstance(row, dict):
                 raise LabError(f"{path} is damaged: line {number} is not an object")
             yield row

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
+import zlib
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from gtracer.lab import files
 from gtracer.lab.data.download import Source, ensure
 from gtracer.lab.data.task import Split, Task
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import LabError, one_line
+from gtracer.lab.schema import STRICT, Place, problems
 
 TORONTO = "https://www.cs.toronto.edu/~kriz"
 ZALANDO = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
@@ -35,7 +38,7 @@ def fashion_mnist(folder: Path) -> Task:
     own = folder / "fashion-mnist"
     here = not own.exists() and all((folder / name).exists() for name in FASHION)
     paths = ensure(folder if here else own, list(FASHION), sources)
-    x, y, x_test, y_test = (_idx(path) for path in paths)
+    x, y, x_test, y_test = (_idx(path, axes) for path, axes in zip(paths, (3, 1, 3, 1), strict=True))
     return _task(10, (x[:, None], y, paths[0]), (x_test[:, None], y_test, paths[2]), (1, 28, 28))
 
 
@@ -62,10 +65,11 @@ def _task(
 ) -> Task:
     """Check what was read and normalise it, channel by channel, with the training set's mean and deviation."""
     for x, y, path in (train, test):
-        if tuple(x.shape[1:]) != shape or len(x) != len(y) or not len(y):
-            raise LabError(f"{path} is damaged: {tuple(x.shape)} images with {len(y)} labels")
+        if tuple(x.shape[1:]) != shape or y.shape != x.shape[:1] or not len(y):
+            raise LabError(f"{path} is damaged: images of shape {tuple(x.shape)} with labels of shape {tuple(y.shape)}")
         if y.min() < 0 or y.max() >= classes:
-            raise LabError(f"{path} is damaged: label {int(y.max())} where there are {classes} classes")
+            least, most = int(y.min()), int(y.max())
+            raise LabError(f"{path} is damaged: labels from {least} to {most} where there are {classes} classes")
     x = train[0].float()
     mean, deviation = x.mean((0, 2, 3), keepdim=True), x.std((0, 2, 3), keepdim=True)
     return Task(
@@ -76,15 +80,16 @@ def _task(
     )
 
 
-def _idx(path: Path) -> Tensor:
+def _idx(path: Path, axes: int) -> Tensor:
     """Yann LeCun's IDX format: two zero bytes, a type, the number of axes, their sizes, the bytes."""
     try:
         content = gzip.decompress(files.read(path))
-        axes = content[3]
+        if content[:4] != bytes([0, 0, 8, axes]):
+            raise ValueError(f"it begins with {content[:4].hex()}, not with 000008{axes:02x}")
         sizes = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(axes)]
         values = numpy.frombuffer(content, dtype=numpy.uint8, offset=4 + 4 * axes).reshape(sizes)
-    except (OSError, EOFError, IndexError, ValueError) as error:
-        raise LabError(f"{path} is damaged: {error}") from error
+    except (OSError, EOFError, ValueError, MemoryError, zlib.error) as error:
+        raise LabError(f"{path} is damaged: {one_line(error)}") from error
     whole = torch.from_numpy(values.copy())
     return whole.long() if axes == 1 else whole
 
@@ -106,13 +111,24 @@ class _Arrays(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds a {module}.{name}")
 
 
+LABELS = TypeAdapter(list[Place], config=STRICT)
+
+
 def _cifar(path: Path, labels: str) -> tuple[Tensor, Tensor]:
     """One of CIFAR's pickles: rows of 3,072 bytes, channels first."""
     try:
         content = _Arrays(io.BytesIO(files.read(path)), encoding="latin1").load()
-        data, y = content["data"], content[labels]
-        return torch.from_numpy(numpy.asarray(data, numpy.uint8)).reshape(-1, 3, 32, 32), torch.tensor(y)
+        data, y = content["data"], LABELS.validate_python(content[labels])
+        if not isinstance(data, numpy.ndarray) or data.dtype != numpy.uint8 or data.shape != (len(y), 3072):
+            raise ValueError(f"data are {_kind(data)}, not {len(y)} rows of 3072 bytes")
+        return torch.from_numpy(data).reshape(-1, 3, 32, 32), torch.tensor(y)
     except LabError:
         raise
+    except ValidationError as error:
+        raise LabError(f"{path} is damaged: {labels}: {problems(error)}") from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise LabError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        raise LabError(f"{path} is damaged: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _kind(data: Any) -> str:
+    return f"{data.dtype} of shape {data.shape}" if isinstance(data, numpy.ndarray) else type(data).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,11 +41,12 @@ RESNETS = ("resnet20", "resnet32", "resnet56", "resnet20-gn", "wrn-28-2", "wrn-2
 
 @dataclass(frozen=True)
 class Built:
-    """A model and how to feed it."""
+    """A model, how to feed it, and what it is called."""
 
     model: nn.Module
     batches: Callable[[Split, torch.device], Batch]
     notes: list[str] = field(default_factory=list)  # what the user should know about them
+    name: str = ""
 
 
 def build(config: Config, task: Task) -> Built:
@@ -58,12 +59,12 @@ def build(config: Config, task: Task) -> Built:
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
         local = bool(name) and (beside / "config.json").is_file()
-        return encoders.build(str(beside) if local else name, task.classes, config.max_length)
+        return replace(encoders.build(str(beside) if local else name, task.classes, config.max_length), name=name)
     shape = tuple(_tensor(task.train).shape[1:])
     model = network(name, shape, task.classes, config.width, config.depth)
     if config.init == "torch":
         model.apply(_reset_convolution)
-    return Built(model, lambda split, device: Examples(_tensor(split).to(device)))
+    return Built(model, lambda split, device: Examples(_tensor(split).to(device)), name=name)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:

@@ -7,15 +7,42 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, TypedDict
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import LabError, one_line, shown
 from gtracer.lab.results import archive
+from gtracer.lab.schema import STRICT, AtLeastZero, problems
 
 FORMAT = 1
 NAME = "record.json"
+
+
+class Environment(TypedDict, total=False):
+    __pydantic_config__ = STRICT | {"extra": "allow"}  # type: ignore[misc]
+    commit: str | None
+    versions: dict[str, Any]
+    hardware: dict[str, Any]
+
+
+class Content(TypedDict):
+    """What a record's file holds beside the configuration. Older ones have less."""
+
+    __pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[misc]
+    environment: Environment
+    curves: dict[str, list[float | None]]
+    seconds: list[AtLeastZero]
+    peak_memory: Annotated[int, Field(ge=0, lt=2**63)]
+    notes: NotRequired[list[str]]
+    failure: NotRequired[str | None]
+    resolved: NotRequired[dict[str, Any]]
+
+
+CONTENT = TypeAdapter(Content)
 
 
 @dataclass
@@ -33,6 +60,8 @@ class Record:
         peak_memory: In bytes, of the whole run.
         notes: What there was to say about model and data, such as how many texts were cut.
         failure: Why it ended before its last epoch: it diverged, and would again.
+        resolved: What the configuration came to: ρ, δ, the model and the like as they were where nothing was asked.
+            Older records have none.
     """
 
     config: Config
@@ -42,6 +71,7 @@ class Record:
     peak_memory: int = 0
     notes: list[str] = field(default_factory=list)
     failure: str | None = None
+    resolved: dict[str, Any] = field(default_factory=dict)
 
     @property
     def epochs(self) -> int:
@@ -109,26 +139,41 @@ class Record:
         """From the file's content; the path is for what is said of it."""
         try:
             content = json.loads(text)
-        except ValueError as error:
-            raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
+        except (ValueError, RecursionError) as error:
+            raise LabError(f"{path} is damaged ({one_line(error)}): remove its folder to run it anew") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else type(content).__name__
-            raise LabError(f"{path} has format {found!r}, this gtracer reads {FORMAT}: use the version that wrote it")
+            raise LabError(
+                f"{path} has format {shown(found)}, this gtracer reads {FORMAT}: use the version that wrote it"
+            )
         try:
-            config = Config.from_mapping(_as_meant(content["config"]))
-            for key, kind in (("environment", dict), ("curves", dict), ("seconds", list), ("peak_memory", int)):
-                if not isinstance(content[key], kind):
-                    raise TypeError(f"{key} is {content[key]!r}")
-            curves = {k: [math.nan if x is None else x for x in v] for k, v in content["curves"].items()}
-            read = cls(config, content["environment"], curves, content["seconds"], content["peak_memory"])
-            read.failure, read.notes = content.get("failure"), content.get("notes", [])  # older records have none
-            return read
-        except (KeyError, TypeError, AttributeError, LabError) as error:
+            return cls._of(content)
+        except LabError as error:
             raise LabError(f"{path} is damaged ({error}): remove its folder to run it anew") from error
 
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> Record:
+        """Of a file's content, checked whole."""
+        config = Config.from_mapping(_as_meant(content.get("config")))
+        try:
+            read: Any = CONTENT.validate_python(content)
+        except ValidationError as error:
+            raise problems(error) from error
+        curves = {k: [math.nan if x is None else x for x in v] for k, v in read["curves"].items()}
+        epochs = len(read["seconds"])
+        uneven = [f"{name} of {len(values)}" for name, values in curves.items() if len(values) != epochs]
+        if uneven or epochs > config.epochs or (epochs and "test_accuracy" not in curves):
+            raise LabError(
+                f"{epochs} of {config.epochs} epochs, with curves {', '.join(uneven) or shown(list(curves))}"
+            )
+        named = {name: read[name] for name in ("notes", "failure", "resolved") if name in read}
+        return cls(config, read["environment"], curves, read["seconds"], read["peak_memory"], **named)
 
-def _as_meant(values: dict[str, Any]) -> dict[str, Any]:
+
+def _as_meant(values: Any) -> Any:
     """A configuration from before there was a choice of what feeds Adam-TRACER's second moment: the loss did."""
+    if not isinstance(values, dict):
+        return values
     older = "second_moment" not in values and values.get("optimizer") in ("adam-tracer", "adamw-tracer")
     return values | {"second_moment": "loss"} if older else values
 

@@ -105,6 +105,13 @@ class Result:
         return statistics.median(times) if times else None
 
     @property
+    def resolved(self) -> dict[str, list[Any]]:
+        """What its options came to: of each the values that its records tell of, most often one."""
+        told = [record.resolved for record in self.records]
+        names = dict.fromkeys(name for one in told for name in one)
+        return {name: list({str(one[name]): one[name] for one in told if name in one}.values()) for name in names}
+
+    @property
     def machine(self) -> set[str]:
         """Where the runs were made, as far as it decides their speed."""
         return {str(sorted(r.environment.get("hardware", {}).items())) for r in self.finished}

@@ -4,22 +4,66 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from gtracer import checks
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
 from gtracer.lab import files
-from gtracer.lab.config import Config, parsed
-from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.config import Config, Seed, parsed
+from gtracer.lab.errors import LabError, shown, unknown
 from gtracer.lab.results import archive
+from gtracer.lab.schema import STRICT, Line, Number, Words, must_be, problems
 
 NAME = "study.json"
 SHIPPED = Path(__file__).parent / "studies"
 KEYS = ("title", "about", "base", "seeds", "settings", "methods", "paper")
+MOST = 100_000  # runs: more are a slip of the pen, and would never end
+
+
+def _label(value: Any) -> Any:
+    """As text: YAML takes a label such as 0.5 for a number."""
+    return shown(value) if value is None or isinstance(value, bool | int | float) else value
+
+
+# What a study's file may say. Its options are looked at one by one, by the configuration whose they are.
+Label = Annotated[Line, BeforeValidator(_label)]
+Options = Annotated[dict[str, Any] | None, must_be("a mapping of options")]
+Seeds = Annotated[
+    Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[Seed], Field(min_length=1, max_length=MOST)],
+    must_be("a whole number of at least 1, or a list of whole numbers of at least 0"),
+]
+Values = Annotated[list[Any], Field(min_length=1), must_be("a list of values")]
+OfPaper = Annotated[
+    list[Number], Field(min_length=2, max_length=2), must_be("[accuracy, standard error], two numbers in per cent")
+]
+Method = TypedDict("Method", {"vary": dict[str, Values], "in": dict[Label, Options]}, total=False)
+Method.__pydantic_config__ = STRICT | {"extra": "allow"}  # type: ignore[attr-defined]
+
+
+class Setting(TypedDict, total=False):
+    __pydantic_config__ = STRICT | {"extra": "allow"}  # type: ignore[misc]
+    seeds: Seeds
+
+
+class Content(TypedDict, total=False):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    title: Words
+    about: Words
+    base: Options
+    seeds: Seeds
+    settings: dict[Label, Setting | None] | None
+    methods: dict[Label, Method | None]
+    paper: dict[Label, dict[Label, OfPaper]] | None
+
+
+CONTENT = TypeAdapter(Content)
 
 
 @dataclass(frozen=True)
@@ -46,7 +90,7 @@ class Point:
         return [replace(self.config, seed=seed) for seed in self.seeds]
 
 
-SYMBOLS = {"rho": "ρ", "delta": "δ", "beta": "β", "eta": "η"}
+SYMBOLS = {"rho": "ρ", "delta": "δ", "beta": "β", "eta": "η", "f0": "f₀"}
 
 
 @dataclass(frozen=True)
@@ -87,7 +131,7 @@ class Study:
 
     def _variants(self, method: str, setting: str) -> Iterator[tuple[tuple[tuple[str, Any], ...], dict[str, Any]]]:
         own = dict(self.methods[method])
-        vary, special = own.pop("vary", {}), own.pop("in", {}).get(setting, {})
+        vary, special = own.pop("vary", {}), own.pop("in", {}).get(setting) or {}
         common = self.base | _without(self.settings[setting], {"seeds": None}) | own | special
         for values in itertools.product(*vary.values()):
             yield tuple(zip(vary, values, strict=True)), common | dict(zip(vary, values, strict=True))
@@ -128,29 +172,67 @@ class Study:
         """Checked as a whole: every run's configuration is made once."""
         if not isinstance(values, dict):
             raise LabError(f"a study is a mapping of names to values, got {type(values).__name__}")
-        for key in values:
-            if key not in KEYS:
-                raise unknown("key of a study", str(key), KEYS)
-        _check_shapes(values)
-        settings = {str(k): v or {} for k, v in (values.get("settings") or {"": {}}).items()}
-        methods = {str(k): v or {} for k, v in values["methods"].items()}
-        paper = values.get("paper") or {}
-        _check_labels(settings, methods, paper)
-        base = values.get("base") or {}
-        study = cls(
-            values.get("title", ""),
-            values.get("about", ""),
-            base,
-            _seeds(values.get("seeds", 1)),
-            settings,
-            methods,
-            paper,
-        )
-        places = Counter((point.label, point.setting) for point in study.points())
+        try:
+            read: Any = CONTENT.validate_python(values)
+        except ValidationError as error:
+            raise problems(error, "key of a study", KEYS) from error
+        settings = {label: options or {} for label, options in (read.get("settings") or {"": {}}).items()}
+        methods = {label: options or {} for label, options in read.get("methods", {}).items()}
+        if not methods:
+            raise LabError("a study needs methods: labels with options of gtracer train")
+        title, about, paper = read.get("title", ""), read.get("about", ""), read.get("paper") or {}
+        seeds = _seeds(read.get("seeds", 1))
+        study = cls(title, about, read.get("base") or {}, seeds, settings, methods, paper)
+        study._check_labels()
+        study._check_options()
+        study._check_points()
+        return study
+
+    def _check_labels(self) -> None:
+        """Refuse labels of settings and methods that there are not."""
+        for method, options in self.methods.items():
+            for setting in options.get("in", {}):
+                if setting not in self.settings:
+                    raise unknown(f"setting of method {method!r}", setting, self.settings)
+        for method, row in self.paper.items():
+            if method not in self.methods:
+                raise unknown("method in the paper's numbers", method, self.methods)
+            for setting in row:
+                if setting not in self.settings:
+                    raise unknown("setting in the paper's numbers", setting, self.settings)
+
+    def places(self) -> Iterator[tuple[str, dict[str, Any], Collection[str], Collection[str]]]:
+        """Where options stand, with the methods and settings that they are for; of what is varied each value alone."""
+        yield "base", self.base, self.methods, self.settings
+        for setting, options in self.settings.items():
+            yield f"settings: {setting!r}", _without(options, {"seeds": None}), self.methods, [setting]
+        for method, options in self.methods.items():
+            place = f"methods: {method!r}"
+            yield place, {k: v for k, v in options.items() if k not in ("vary", "in")}, [method], self.settings
+            for setting, special in options.get("in", {}).items():
+                yield f"{place}: in {setting!r}", special or {}, [method], [setting]
+            for name, values in options.get("vary", {}).items():
+                for value in values:
+                    yield f"{place}: vary", {name: value}, [method], self.settings
+
+    def _check_options(self) -> None:
+        """Refuse what no run may have, also where something else overrides it."""
+        for place, options, _, _ in self.places():
+            try:
+                Config.checked(options)
+            except LabError as error:
+                raise LabError(f"{place}: {error}") from error
+
+    def _check_points(self) -> None:
+        """Refuse points of one label, and more of them than anybody can wait for."""
+        varied = [math.prod(map(len, options.get("vary", {}).values())) for options in self.methods.values()]
+        runs = sum(varied) * sum(map(len, self._seeds().values()))
+        if runs > MOST:
+            raise LabError(f"{shown(runs)} runs are asked for, of at most {MOST}")
+        places = Counter((point.label, point.setting) for point in self.points())
         for (label, setting), times in places.items():
             if times > 1:
                 raise LabError(f"{label!r} stands {times} times in setting {setting!r}: each needs a label of its own")
-        return study
 
     def write(self, folder: Path) -> None:
         """Beside the records, for the report; as theirs, it does not say where the data lies."""
@@ -189,7 +271,11 @@ def load(name: str) -> Study:
     if name in shipped():
         return Study.read(shipped()[name])
     if Path(name).suffix in (".yaml", ".yml", ".json"):
+        if not Path(name).exists():
+            raise LabError(f"cannot read {name}: there is no such study")
         return Study.read(Path(name))
+    if "/" in name:
+        raise LabError(f"there is no study {name}: give a YAML or JSON file, or one of {', '.join(shipped())}")
     raise unknown("study", name, shipped())
 
 
@@ -198,53 +284,12 @@ def _without(values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in values.items() if name not in given}
     for part in ("vary", "in"):
         if part in left:
-            inner = {k: _without(v, given) if part == "in" else v for k, v in left[part].items() if k not in given}
+            inner = {
+                k: _without(v or {}, given) if part == "in" else v for k, v in left[part].items() if k not in given
+            }
             left[part] = inner
     return left
 
 
-def _check_shapes(values: dict[str, Any]) -> None:
-    for key in ("title", "about"):
-        if not isinstance(values.get(key, ""), str):
-            raise LabError(f"{key} must be text, got {values[key]!r}")
-    for key in ("base", "settings", "methods", "paper"):
-        if not isinstance(values.get(key) or {}, dict):
-            raise LabError(f"{key} must be a mapping, got {values[key]!r}")
-    if not values.get("methods"):
-        raise LabError("a study needs methods: labels with options of gtracer train")
-    for key in ("settings", "methods"):
-        for label, options in (values.get(key) or {}).items():
-            if not isinstance(options or {}, dict):
-                raise LabError(f"{key}: {label!r} must be a mapping of options, got {options!r}")
-    for label, options in values["methods"].items():
-        for part in ("vary", "in"):
-            if not isinstance((options or {}).get(part, {}), dict):
-                raise LabError(f"{part!r} of method {label!r} must be a mapping, got {options[part]!r}")
-        for name, several in (options or {}).get("vary", {}).items():
-            if not isinstance(several, list) or not several:
-                raise LabError(f"method {label!r} varies {name!r} over a list of values, got {several!r}")
-
-
-def _check_labels(settings: dict[str, Any], methods: dict[str, Any], paper: dict[str, Any]) -> None:
-    for method, options in methods.items():
-        for setting in options.get("in", {}):
-            if setting not in settings:
-                raise unknown(f"setting of method {method!r}", str(setting), settings)
-    for method, row in paper.items():
-        if method not in methods:
-            raise unknown("method in the paper's numbers", str(method), methods)
-        for setting, value in row.items():
-            if setting not in settings:
-                raise unknown("setting in the paper's numbers", str(setting), settings)
-            if not isinstance(value, list) or len(value) != 2:
-                raise LabError(f"the paper's number is [accuracy, standard error], got {value!r} for {method!r}")
-
-
-def _seeds(value: Any) -> tuple[int, ...]:
-    try:
-        if isinstance(value, list) and value:
-            return tuple(value)
-        checks.count("seeds", value)
-    except ValueError as error:
-        raise LabError(str(error)) from error
-    return tuple(range(value))
+def _seeds(value: list[int] | int) -> tuple[int, ...]:
+    return tuple(value if isinstance(value, list) else range(value))

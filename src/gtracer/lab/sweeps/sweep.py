@@ -17,7 +17,7 @@ from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.sweeps.study import Study
-from gtracer.lab.training import optimizers
+from gtracer.lab.training import effects, optimizers
 
 Engine = Callable[[list[Job]], Iterator[Event]]  # trains runs, and tells what becomes of them
 
@@ -38,8 +38,9 @@ def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings
         Interrupted: On Ctrl-C, after the runs under way were saved.
     """
     cells = study.configs(settings)
-    for config in dict.fromkeys(replace(config, seed=0) for config in cells):
+    for config in dict.fromkeys(replace(config, seed=0) for config in study.configs()):
         check(config)
+    check_effects(study)
     with files.locked(folder, "sweep"):
         study.write(folder)
         run_missing(cells, folder, engine, console)
@@ -49,6 +50,19 @@ def check(config: Config) -> None:
     """Refuse names that nobody knows before anything is run."""
     data.check(config.task)
     optimizers.check(config)
+
+
+def check_effects(study: Study) -> None:
+    """Refuse options that change nothing in any of the runs that they are for.
+
+    Methods share the options of `base` and of a setting, so what one run has no use for may be for another.
+    """
+    points = [(point.method, point.setting, effects.idle(point.config)) for point in study.points()]
+    for place, options, methods, settings in study.places():
+        reached = [idle for method, setting, idle in points if method in methods and setting in settings]
+        for name, value in effects.set_in(Config.checked(options)).items():
+            if reached and all(name in idle for idle in reached):
+                raise LabError(f"{place}: {effects.refused(name, value, reached[0][name])}")
 
 
 def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: Console) -> dict[Config, Record]:

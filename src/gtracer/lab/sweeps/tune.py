@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from gtracer.lab import files
-from gtracer.lab.config import Config
+from gtracer.lab.config import Config, numeric
 from gtracer.lab.data import is_text
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.sweep import Engine, check, run_missing
+from gtracer.lab.training import effects
 
 HOLDOUT = 0.1
 BATCH = 4  # trials asked for at a time: the same search, whatever the number of processes
@@ -47,7 +48,7 @@ class Range:
         Range(name='rho/delta', low=0.1, high=2.0)
         """
         name, _, ends = text.partition("=")
-        known = [RATIO, *(item.name for item in fields(Config) if "float" in str(item.type) and item.name != "betas")]
+        known = [RATIO, *numeric()]
         if name not in known:
             raise unknown("option to search", name, known)
         try:
@@ -94,6 +95,13 @@ def ranges(config: Config, given: list[Range]) -> list[Range]:
     if not found:
         raise LabError(f"nothing to search for {config.optimizer!r}: give a range, such as --search lr=0.001:1")
     return list(found.values())
+
+
+def check_ranges(config: Config, searched: list[Range]) -> None:
+    """Refuse a range of values that cannot be, or change nothing."""
+    for end in ("low", "high"):
+        tried = configured(config, {item.name: getattr(item, end) for item in searched})
+        effects.check(tried, {name: getattr(tried, name) for item in searched for name in item.name.split("/")})
 
 
 def configured(config: Config, values: dict[str, float]) -> Config:

@@ -55,7 +55,9 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
             run.generator.set_state(random["own"].cpu())
         results: dict[str, Any] = state["results"]
         if len(results["seconds"]) != run.epoch:
-            raise ValueError(f"it has results of {len(results['seconds'])} epochs, the model was trained for {run.epoch}")
+            raise ValueError(
+                f"it has results of {len(results['seconds'])} epochs, the model was trained for {run.epoch}"
+            )
         return results
     except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -11,7 +11,7 @@ def device_of(name: str) -> torch.device:
     """The named device, or a GPU where there is one."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        torch.zeros(1, device=device).item()  # not every kind of device holds numbers
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError, ImportError) as error:
         raise LabError(f"device {name!r} cannot be used here: {str(error).strip().splitlines()[0]}") from error
     return device

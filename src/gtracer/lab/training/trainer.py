@@ -12,7 +12,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
-from gtracer.lab.training import checkpoint
+from gtracer.lab.training import checkpoint, resolution
 from gtracer.lab.training.callbacks import Callback
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import joined
@@ -129,12 +129,12 @@ def begun(steps: Steps, folder: Path, found: Record | None, in_parallel: int = 1
     lost = 0 if found is None else found.epochs
     again = [f"started over: there was no checkpoint of the {lost} epochs made before"] if lost else []
     environment = provenance.describe(run.device, run.ranks.world, in_parallel)
-    return Record(run.config, environment, notes=[*run.notes, *again])
+    return Record(run.config, environment, notes=[*run.notes, *again], resolved=resolution.of(run))
 
 
 def record_in(folder: Path, config: Config, resume: bool | None) -> Record | None:
     """What the folder holds of this run; refused where it holds another."""
-    if not (folder / NAME).exists():
+    if not files.exists(folder / NAME):
         if resume:
             raise LabError(f"{folder} holds no {NAME}: there is nothing to resume")
         return None

@@ -94,12 +94,23 @@ def _provenance(results: Results, others: int) -> list[tuple[str, list[str]]]:
     states["unfinished"] = len(found) - states.total()
     count = f"{len(found)}: " + ", ".join(f"{n} {state}" for state, n in states.items() if n) if found else "none"
     more = [f"{others} more in the folder that the study does not ask for"] if others else []
+    models = [_model(record.resolved) for record in found if record.resolved]
     return [
         ("Records", [count, *more]),
+        *([("Models", _seen(models))] if models else []),
         ("Commits", _seen(e.get("commit") or "unknown" for e in environments)),
         ("Versions", _seen(_told(e.get("versions")) for e in environments)),
         ("Hardware", _seen(_told(e.get("hardware")) for e in environments)),
     ]
+
+
+def _model(resolved: dict[str, Any]) -> str:
+    """What was trained, on how much, with what: as built."""
+    parts = [str(resolved.get("model") or "unknown")]
+    counts = {"parameters": "parameters", "examples": "training examples", "batches": "batches an epoch"}
+    parts += [f"{resolved[name]} {what}" for name, what in counts.items() if name in resolved]
+    parts += [f"{name} {resolved[name]}" for name in ("kernels", "precision", "device") if name in resolved]
+    return ", ".join(parts)
 
 
 def _told(values: Any) -> str:

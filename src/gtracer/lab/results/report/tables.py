@@ -8,8 +8,10 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from gtracer.lab.results.statistics import TEST, Comparison, Estimate, Result, Results
+from gtracer.lab.sweeps.study import SYMBOLS
 
 NONE = "–"
 
@@ -28,6 +30,7 @@ class Row:
     memorised: Estimate | None
     seconds: float | None
     cost: float | None
+    resolved: str
     state: str
 
     @classmethod
@@ -43,6 +46,7 @@ class Row:
             memorised=result.estimate(result.last("memorised")),
             seconds=result.seconds,
             cost=among.relative_cost(result),
+            resolved=as_run(result),
             state=among.note(result),
         )
 
@@ -108,6 +112,13 @@ COLUMNS = (
         lambda row: row.cost,
         note="Relative cost: an epoch's time over that of the setting's first method, where their machines are equal.",
     ),
+    Column(
+        "As run",
+        lambda row: row.resolved,
+        lambda row: row.resolved or None,
+        numeric=False,
+        note="As run: what the optimiser had at the start, also where the study leaves it open.",
+    ),
     Column("Note", lambda row: _note(row) or "", lambda row: _note(row), numeric=False),
 )
 
@@ -172,7 +183,22 @@ CSV: dict[str, Callable[[Row], float | str | None]] = {
     "seconds": lambda row: row.seconds,
     "relative_cost": lambda row: row.cost,
     "state": lambda row: row.state,
+    "as_run": lambda row: row.resolved,
 }
+
+
+AS_RUN = ("rho", "delta", "beta", "eta", "f0", "radius", "clip")
+
+
+def as_run(result: Result) -> str:
+    """The hyper-parameters that its records tell of, where there are any."""
+    told = {name: [value for value in result.resolved.get(name, []) if value is not None] for name in AS_RUN}
+    values = {name: " or ".join(map(_value, found)) for name, found in told.items() if found}
+    return ", ".join(f"{SYMBOLS.get(name, name)} {value}" for name, value in values.items())
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _note(row: Row) -> str | None:
@@ -229,7 +255,7 @@ def _markdown(text: str) -> str:
 LATEX = {c: rf"\{c}" for c in "&%$#_{}"} | {c: f"${c}$" for c in "<>|"}
 LATEX |= {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", '"': "''", "–": "--"}
 LATEX |= {"±": r"$\pm$", "×": r"$\times$", "−": "$-$", "ρ": r"$\rho$", "δ": r"$\delta$", "β": r"$\beta$"}
-LATEX |= {"η": r"$\eta$", "…": r"\ldots{}"}
+LATEX |= {"η": r"$\eta$", "₀": "$_0$", "…": r"\ldots{}"}
 
 
 def _latex(text: str) -> str:
