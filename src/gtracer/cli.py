@@ -314,7 +314,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
         if folder.is_dir():
             console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))
             line = f"Runs in {folder}; a page of them: gtracer report {shlex.quote(str(folder))}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.out(line, highlight=False)
 
 
 def _tune(chosen: argparse.Namespace) -> None:
