@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from gtracer import cli
+from gtracer.lab import demo
 from gtracer.lab.config import PLAIN, Config, canonical
 from gtracer.lab.training import optimizers
 
@@ -136,3 +137,24 @@ def test_without_the_lab_it_says_what_to_install(missing):
     done = subprocess.run([sys.executable, "-c", code, "demo"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == f"gtracer: this needs {missing}: pip install 'gtracer-optim[lab]'\n"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")]
+)
+def test_not_enough_memory(error, monkeypatch, capsys):
+    def run(**_):
+        raise error
+
+    monkeypatch.setattr(demo, "run", run)
+    assert cli.main(["demo"]) == 1
+    assert capsys.readouterr().err.startswith("gtracer: there is not enough memory")
+
+
+def test_a_defect_of_ours_keeps_its_traceback(monkeypatch):
+    def run(**_):
+        raise RuntimeError("this should not be")
+
+    monkeypatch.setattr(demo, "run", run)
+    with pytest.raises(RuntimeError, match="should not be"):
+        cli.main(["demo"])

@@ -447,8 +447,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabError as error:
         print(f"gtracer: {shortened(str(error))}", file=sys.stderr)
         return 1
-    except MemoryError:
-        print("gtracer: there is not enough memory for this: ask for less at a time", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's own has no class on a CPU
+            raise
+        print("gtracer: there is not enough memory: a smaller model, or fewer examples at a time", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:
         print(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'", file=sys.stderr)
