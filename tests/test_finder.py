@@ -161,7 +161,14 @@ def test_every_branch_sees_the_same_batches():
 
         own = None if generator is None else generator.get_state()
         find_rho(
-            made.model, loss_of, loader, made.batches[8:], optimizer=made.opt, steps=20, candidates=[1e-4, 1e-3], tell=None
+            made.model,
+            loss_of,
+            loader,
+            made.batches[8:],
+            optimizer=made.opt,
+            steps=20,
+            candidates=[1e-4, 1e-3],
+            tell=None,
         )
         by_rho = [[x for x, r in seen if r == rho] for rho in (0.0, 1e-4, 1e-3)]
         assert [x for x in by_rho[0] for _ in "12"] == by_rho[1] == by_rho[2]
@@ -323,7 +330,15 @@ def test_the_candidates_go_with_the_optimiser():
     seen = find_rho(made.model, made.loss_of, made.batches[:8], made.batches[8:], steps=1, tell=None).rhos
     assert seen == (0.0, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
     sam = Training("sam", steps=0)
-    assert find_rho(sam.opt, sam.loss_of, sam.batches, steps=1, tell=None).rhos[1:] == (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+    assert find_rho(sam.opt, sam.loss_of, sam.batches, steps=1, tell=None).rhos[1:] == (
+        0.01,
+        0.05,
+        0.1,
+        0.2,
+        0.5,
+        1.0,
+        2.0,
+    )
 
 
 def test_it_tells_and_draws(capsys, tmp_path):

@@ -271,7 +271,9 @@ def _model_and_optimizer(
 ) -> tuple[nn.Module, TwoPassOptimizer]:
     if isinstance(given, TwoPassOptimizer):
         if optimizer is not None:
-            raise ValueError(f"optimizer = {optimizer!r} beside an optimiser in the model's place: pass the model first")
+            raise ValueError(
+                f"optimizer = {optimizer!r} beside an optimiser in the model's place: pass the model first"
+            )
         if given.model is None:
             raise ValueError(f"{given!r} does not know its model: make it with model=, or pass find_rho(model, …)")
         return given.model, given
@@ -280,8 +282,8 @@ def _model_and_optimizer(
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer) else optimizer(given)
     if not isinstance(made, TwoPassOptimizer):
         raise ValueError(
-            f"optimizer must be of this package, or a function of the model that makes one, got {made!r}: wrap torch's, "
-            "lambda model: Tracer(torch.optim.RMSprop(model.parameters()), model=model)"
+            f"optimizer must be of this package, or a function of the model that makes one, got {made!r}: wrap "
+            "torch's, lambda model: Tracer(torch.optim.RMSprop(model.parameters()), model=model)"
         )
     return given, made
 
@@ -388,9 +390,7 @@ def _judged(branches: list[Branch], chance: float, steps: int) -> RhoCurve:
     level = [branch for branch in sound if _is_within(branch, best)]
     chosen = max(level, key=lambda branch: branch.rho)
     collapsed = tuple(branch.rho for branch in branches if branch not in sound)
-    return RhoCurve(
-        chosen.rho, _reason(chosen, best, branches, collapsed), tuple(branches), collapsed, chance, steps
-    )
+    return RhoCurve(chosen.rho, _reason(chosen, best, branches, collapsed), tuple(branches), collapsed, chance, steps)
 
 
 def _is_within(branch: Branch, best: Branch) -> bool:
@@ -439,16 +439,19 @@ def _draw(curve: RhoCurve, where: str | Path | Axes) -> Axes:
         raise ModuleNotFoundError(
             f"drawing needs {error.name}: pip install 'gtracer-optim[lab]'", name=error.name
         ) from error
-    own = isinstance(where, str | Path)
-    if own:
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-    else:
-        axes = where
-    drawn = [(b, e) for b, e in zip(curve.branches, curve.errors, strict=True) if b.rho and b.rho not in curve.collapsed]
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot() if isinstance(where, str | Path) else where
+    drawn = [
+        (b, e) for b, e in zip(curve.branches, curve.errors, strict=True) if b.rho and b.rho not in curve.collapsed
+    ]
     axes.errorbar(
-        [b.rho for b, _ in drawn], [b.loss for b, _ in drawn], [e for _, e in drawn], marker="o", capsize=3, label="held out"
+        [b.rho for b, _ in drawn],
+        [b.loss for b, _ in drawn],
+        [e for _, e in drawn],
+        marker="o",
+        capsize=3,
+        label="held out",
     )
     axes.axhline(curve.base_loss, color="grey", linestyle="--", label="held out, ρ = 0")
     axes.axhline(curve.chance, color="lightgrey", linestyle=":", label="chance")
@@ -458,6 +461,6 @@ def _draw(curve: RhoCurve, where: str | Path | Axes) -> Axes:
         axes.axvline(curve.rho, color="tab:green", label=f"ρ = {curve.rho:g}")
     axes.set(xscale="log", xlabel="ρ (red: collapsed)", ylabel=f"loss after {curve.steps} steps")
     axes.legend(frameon=False)
-    if own:
+    if isinstance(where, str | Path):
         figure.savefig(where, dpi=150)
     return axes
