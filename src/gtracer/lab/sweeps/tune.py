@@ -289,8 +289,8 @@ def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path, e
     error = best.error(examples)
     level = sum(trial.score >= best.score - error for trial in made) - 1
     lines = [
-        f"best of {len(made)}: {best.score:.2%} ± {error:.2%} on {examples} held-out examples (labels as noisy as the rest), "
-        f"{_shown(best.values)}; {level} others are within that error"
+        f"best of {len(made)}: {best.score:.2%} ± {error:.2%} on {examples} held-out examples (labels as noisy as the "
+        f"rest), {_shown(best.values)}; {level} others are within that error"
     ]
     for item in searched:
         value, tried = best.values[item.name], [trial.values[item.name] for trial in made]
