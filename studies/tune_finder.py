@@ -22,7 +22,7 @@ from rich.console import Console
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import tune
-from gtracer.lab.sweeps.launchers.local import Cell, Event
+from gtracer.lab.sweeps.launchers.local import Event
 from gtracer.lab.training.trainer import train
 
 BASE = Config(label_noise=0.5, epochs=50, width=64, batch_size=64, holdout=0.3)
@@ -33,7 +33,7 @@ FIRST = (1, 4, 8)
 class InTurn:
     """One run after the other, in this process."""
 
-    def __call__(self, cells: list[Cell]) -> Iterator[Event]:
+    def __call__(self, cells: list[tuple[Config, Path]]) -> Iterator[Event]:
         for config, folder in cells:
             record = train(config, folder, [])
             yield Event(config, ended=True, failure=record.failure)
@@ -48,7 +48,7 @@ def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[st
         ranges, first = tune.narrowed(ranges, config, tune.found(config, folder, console))
     tune.tune(config, ranges, trials, 1, folder, InTurn(), console, first=first)
     records = [Record.read(path.parent) for path in folder.glob("*/record.json")]
-    records.sort(key=lambda record: (folder / record.config.cell.folder / "record.json").stat().st_mtime)
+    records.sort(key=lambda record: (folder / record.config.identity.folder / "record.json").stat().st_mtime)
     rows = [(record.config.rho, record.curves) for record in records]
     return [
         {"rho": rho, "held_out": curves["holdout_accuracy"][-1], "test": curves["test_accuracy"][-1]}

@@ -11,6 +11,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.sweeps import find
 from gtracer.lab.training.run import Run
+from gtracer.lab.training.steps import Eager
 
 BASE = Config(label_noise=0.5, epochs=3, width=8, batch_size=128)
 
@@ -23,7 +24,7 @@ def test_it_is_what_find_rho_says_of_the_run(tmp_path):
     for group in run.optimizer.param_groups:
         group["rho"] = 0.01
         group.pop("rho_is_auto")
-    losses = [loss for _, loss in zip(range(3), run.rest_of_epoch(), strict=False)]
+    losses = [loss for _, loss in zip(range(3), Eager(run).rest_of_epoch(), strict=False)]
     assert curve.branches[2].train == pytest.approx(losses[-1], rel=1e-6)
     assert len(curve.branches[0].held_out) == 10
     logits = run._logits(run.holdout)

@@ -173,7 +173,7 @@ def test_from_the_command_line(tmp_path, capsys):
     assert cli.main(["tune", *words, "--trials", "2", "--out", str(tmp_path), "--show-test"]) == 0
     assert "test accuracy" in capsys.readouterr().out
     assert (tmp_path / "rho.json").stat().st_mtime_ns == stamp  # read, not made again
-    assert len(Shelf.of(tmp_path).all()) == 2
+    assert len(RunsFolder.of(tmp_path).all()) == 2
 
 
 def a_curve(rho, collapsed=()):
