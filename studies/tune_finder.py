@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 
 from gtracer.lab.config import Config
+from gtracer.lab.errors import DivergedError
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import tune
 from gtracer.lab.sweeps.launchers.local import Event
@@ -35,8 +36,12 @@ class InTurn:
 
     def __call__(self, cells: list[tuple[Config, Path]]) -> Iterator[Event]:
         for config, folder in cells:
-            record = train(config, folder, [])
-            yield Event(config, ended=True, failure=record.failure)
+            failure = None
+            try:
+                train(config, folder, [])
+            except DivergedError as error:  # its record says so
+                failure = str(error)
+            yield Event(config, ended=True, failure=failure)
 
 
 def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[str, float]]:
@@ -49,7 +54,7 @@ def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[st
     tune.tune(config, ranges, trials, 1, folder, InTurn(), console, first=first)
     records = [Record.read(path.parent) for path in folder.glob("*/record.json")]
     records.sort(key=lambda record: (folder / record.config.identity.folder / "record.json").stat().st_mtime)
-    rows = [(record.config.rho, record.curves) for record in records]
+    rows = [(record.config.rho, record.curves) for record in records if record.failure is None]
     return [
         {"rho": rho, "held_out": curves["holdout_accuracy"][-1], "test": curves["test_accuracy"][-1]}
         for rho, curves in rows
