@@ -23,6 +23,8 @@ ROOMS = [
     "penalty",
     "optim",
     "experimental",
+    "presets",
+    "finder",
     "integrations",
     "lab",
     "cli",

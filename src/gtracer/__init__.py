@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gtracer.finder import RhoCurve, find_rho
     from gtracer.optim import (
         SAM,
         AdamTracer,
@@ -34,15 +35,29 @@ __all__ = [
     "Exact",
     "FiniteDifference",
     "NonFiniteError",
+    "RhoCurve",
     "RhoScheduler",
     "SGDTracer",
     "Stats",
     "Tracer",
     "TracerPenalty",
+    "find_rho",
     "linear_warmup",
 ]
 
-ROOMS = ("calibration", "curvature", "experimental", "optim", "penalty", "scopes", "tensors", "variational")
+ROOMS = (
+    "calibration",
+    "curvature",
+    "experimental",
+    "finder",
+    "optim",
+    "penalty",
+    "presets",
+    "scopes",
+    "tensors",
+    "variational",
+)
+ELSEWHERE = {"TracerPenalty": "penalty", "find_rho": "finder", "RhoCurve": "finder"}  # than in `optim`
 
 
 def __getattr__(name: str) -> Any:
@@ -50,7 +65,7 @@ def __getattr__(name: str) -> Any:
     if name in ROOMS:
         return importlib.import_module(f"gtracer.{name}")
     if name in __all__:
-        return getattr(importlib.import_module("gtracer.penalty" if name == "TracerPenalty" else "gtracer.optim"), name)
+        return getattr(importlib.import_module(f"gtracer.{ELSEWHERE.get(name, 'optim')}"), name)
     raise AttributeError(f"module 'gtracer' has no attribute {name!r}")
 
 

@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_sweep(commands)
     _add_tune(commands)
+    _add_find_rho(commands)
     _add_bench(commands)
     _add_report(commands)
     _add_records(commands)
@@ -101,8 +102,9 @@ def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         help="search ρ, δ, β on held-out training data",
-        description="Search an optimiser's knobs by the accuracy on held-out training data, whose labels are as wrong "
-        "as the rest. The test set is not looked at. Options that are set below are not searched.",
+        description="Search an optimiser's hyper-parameters by the accuracy on held-out training data, whose labels "
+        "are as noisy as the rest. Nothing is chosen by test data. Where ρ is looked for comes from short branches of "
+        "a run, as gtracer find-rho makes them. Options that are set below are not searched.",
         epilog="example: gtracer tune --task digits --label-noise 0.5 --optimizer sgd-tracer --delta 0.01 --trials 20",
     )
     tune.add_argument("--trials", type=at_least_one, default=20, metavar="N", help="values to try (default: 20)")
@@ -114,9 +116,36 @@ def _add_tune(commands: Any) -> None:
         metavar="NAME=LOW:HIGH",
         help="an option to search, any number of times (default: of TRACER rho/delta, delta, beta; of SAM rho)",
     )
+    tune.add_argument(
+        "--finder",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="find a range for ρ first, by short branches (default: yes, where none is given)",
+    )
+    tune.add_argument("--show-test", action="store_true", help="the accuracy on test data too")
     _add_configuration(tune, "folder of the trials (default: runs/tune- and a name made of the options)")
     _add_engine(tune, "--sweep-engine")  # --engine is the optimiser's
     tune.set_defaults(run=_tune)
+
+
+def _add_find_rho(commands: Any) -> None:
+    find = commands.add_parser(
+        "find-rho",
+        help="recommend a ρ, from short branches of a run",
+        description="Train a short branch of the run for each of some values of ρ and compare them on held-out "
+        "training data; print which to use and why, and leave the curve as JSON and PNG. Test data is not looked at.",
+        epilog="example: gtracer find-rho --task digits --label-noise 0.5 --optimizer sgd-tracer",
+    )
+    find.add_argument("--steps", type=at_least_one, metavar="N", help="of a branch (default: a fifth of the run's)")
+    find.add_argument(
+        "--candidates",
+        nargs="+",
+        type=at_least_zero,
+        metavar="X",
+        help="values of ρ (default: of TRACER 1e-5 to 0.03, of SAM 0.01 to 2)",
+    )
+    _add_configuration(find, "folder of the curve (default: runs/rho- and a name made of the options)")
+    find.set_defaults(run=_find_rho)
 
 
 def _add_configuration(command: argparse.ArgumentParser, out: str) -> None:
@@ -323,10 +352,36 @@ def _tune(chosen: argparse.Namespace) -> None:
     from gtracer.lab.sweeps import tune
 
     config = _checked(chosen)
-    searched = tune.ranges(config, [tune.Range.parse(text) for text in chosen.search])
+    given = [tune.Range.parse(text) for text in chosen.search]
+    searched = tune.ranges(config, given)
     tune.check_ranges(config, searched)
+    first: dict[str, float] = {}
     folder = chosen.out or Path("runs") / f"tune-{config.folder}"
-    tune.tune(config, searched, chosen.trials, chosen.seeds, folder, _engine(chosen), Console())
+    console = Console()
+    if chosen.finder and tune.wants_range(searched, given):
+        searched, first = tune.narrowed(searched, config, tune.found(config, folder, console))
+    tune.tune(
+        config,
+        searched,
+        chosen.trials,
+        chosen.seeds,
+        folder,
+        _engine(chosen),
+        console,
+        first=first,
+        show_test=chosen.show_test,
+    )
+
+
+def _find_rho(chosen: argparse.Namespace) -> None:
+    from gtracer.lab.sweeps import find
+
+    config = _checked(chosen)
+    folder = chosen.out or Path("runs") / f"rho-{config.folder}"
+    curve = find.find(config, folder, chosen.steps, chosen.candidates)
+    print(f"{curve}\ncurve: {folder / find.FIGURE}")
+    if curve.rho:
+        print(f"train with it: gtracer train --rho {curve.rho:g} and the other options")
 
 
 def _engine(chosen: argparse.Namespace) -> Any:

@@ -56,6 +56,18 @@ def test_the_python_of_the_page_on_training_runs(tmp_path):
         exec(block, names)
 
 
+def test_the_python_of_the_page_on_choosing_rho_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = surroundings(tmp_path)
+    names["SGDTracer"] = gtracer.SGDTracer
+    names["opt"] = gtracer.SGDTracer(names["model"].parameters(), lr=0.1, momentum=0.9, model=names["model"])
+    names["held_out_batches"] = names["batches"]
+    (block,) = [b for b in blocks("python", (ROOT / "docs" / "choosing-rho.md").read_text()) if "find_rho" in b]
+    exec(block.replace("steps=200", "steps=2"), names)
+    assert "against ρ = 0" in capsys.readouterr().out
+    assert (tmp_path / "rho.png").exists()
+
+
 def test_the_docs_commands_run(tmp_path, monkeypatch):
     """Every `gtracer …` line of README and docs, with fewer epochs."""
     monkeypatch.chdir(tmp_path)
@@ -66,6 +78,7 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"],
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
+        "find-rho": ["--epochs", "1", "--steps", "2"],
         "report": [],
         "records": [],
     }

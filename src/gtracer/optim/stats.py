@@ -16,7 +16,8 @@ class Stats:
         loss: L at the old weights (NaN where the step saw no closure).
         trace_ratio: T (NaN for SAM).
         gradient_norm: ‖∇L‖.
-        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, of the change it makes to the gradient. 0 in a step without penalty.
+        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, of the change it makes to the gradient. 0 in a step without penalty. It
+            does not tell whether ρ is right: see `gtracer.find_rho`.
         cosine: cos(∇L, ∇T) (NaN in a step without penalty).
         rho: ρ of the first group, in this step.
         damped_share: Share of the coordinates where δ > f, from the f that the optimiser holds when it is first

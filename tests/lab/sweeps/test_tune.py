@@ -1,12 +1,14 @@
 """The search: on held-out data, replayed from its records, honest about the edge of its ranges."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from gtracer import cli
+from gtracer.finder import Branch, RhoCurve
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import Record
@@ -164,6 +166,69 @@ def test_from_the_command_line(tmp_path, capsys):
     best = max(records, key=lambda r: r.curves["holdout_accuracy"][-1])
     assert f"best of 2: {best.curves['holdout_accuracy'][-1]:.2%}" in out
     assert Config.read(tmp_path / "best.yaml").rho == best.config.rho
+    assert (tmp_path / "rho.json").exists()
+    assert "finding where to look for ρ" in out
+    assert "test accuracy" not in out
+    stamp = (tmp_path / "rho.json").stat().st_mtime_ns
+    assert cli.main(["tune", *words, "--trials", "2", "--out", str(tmp_path), "--show-test"]) == 0
+    assert "test accuracy" in capsys.readouterr().out
+    assert (tmp_path / "rho.json").stat().st_mtime_ns == stamp  # read, not made again
+    assert len(RunsFolder.of(tmp_path).all()) == 2
+
+
+def a_curve(rho, collapsed=()):
+    return RhoCurve(rho, "because", (Branch(0.0, (1.0,), 1.0),), tuple(collapsed), 2.0, 10)
+
+
+def test_the_range_comes_from_the_curve():
+    """Around what branches recommend, mostly above; not into what collapsed; of ρ/δ as of ρ."""
+    config = Config(label_noise=0.5)
+    ranges, first = tune.narrowed(searched(config), config, a_curve(0.001))
+    assert ranges[0] == Range("rho/delta", 0.0333, 1.0)
+    assert ranges[1:] == searched(config)[1:]
+    assert first == {"rho/delta": 0.1, "delta": 0.01, "beta": 0.1}
+    ranges, _ = tune.narrowed(searched(config), config, a_curve(0.001, [0.003, 0.01]))
+    assert ranges[0] == Range("rho/delta", 0.0333, 0.3)
+    sam = Config(optimizer="sam")
+    assert tune.narrowed(searched(sam), sam, a_curve(0.5, [2.0])) == ([Range("rho", 0.167, 2.0)], {"rho": 0.5})
+    damped = Config(delta=0.1, beta=0.1)
+    assert tune.narrowed(searched(damped), damped, a_curve(0.01))[1] == {"rho/delta": 0.1}
+    assert tune.narrowed(searched(config), config, a_curve(0.0)) == (searched(config), {})
+    plain = [Range("lr", 0.01, 1.0)]
+    assert tune.narrowed(plain, Config(optimizer="sgd"), a_curve(0.1)) == (plain, {})
+
+
+def test_a_range_that_is_given_stays():
+    given = [Range.parse("rho=0.01:1")]
+    assert not tune.wants_range(tune.ranges(BASE, given), given)
+    assert tune.wants_range(tune.ranges(BASE, []), [])
+    assert not tune.wants_range(tune.ranges(replace(BASE, optimizer="sgd"), [Range("lr", 0.1, 1.0)]), [])
+
+
+def test_the_first_trial_is_what_was_found(tmp_path):
+    ranges, first = tune.narrowed(searched(BASE), BASE, a_curve(0.002))
+    engine = Landscape(peak)
+    tune.tune(BASE, ranges, 8, 1, tmp_path, engine, QUIET, first=first)
+    assert engine.made[0].rho == 0.002
+    assert all(0.002 / 3.01 <= c.rho <= 0.0201 for c in engine.made)
+    again = Landscape(peak)
+    tune.tune(BASE, ranges, 8, 1, tmp_path, again, QUIET, first=first)
+    assert not again.made
+
+
+def test_the_table_is_sorted_and_says_how_sure_it_is(tmp_path, capsys):
+    console = Console(width=200)
+    tune.tune(BASE, searched(BASE), 6, 1, tmp_path, Landscape(peak), console)
+    out = capsys.readouterr().out
+    held = [float(x) for x in re.findall(r"(\d+\.\d) ± \d+\.\d +│", out)]
+    assert len(held) == 6
+    assert held == sorted(held, reverse=True)
+    error = 100 * (held[0] / 100 * (1 - held[0] / 100) / 135) ** 0.5  # a tenth of digits' training data
+    assert f"{held[0]:.1f} ± {error:.1f}" in out
+    assert "on 135 held-out examples" in out
+    assert "test accuracy" not in out
+    tune.tune(BASE, searched(BASE), 6, 1, tmp_path, Landscape(peak), console, show_test=True)
+    assert "test accuracy" in capsys.readouterr().out
 
 
 def test_without_optuna(monkeypatch, tmp_path):

@@ -1,4 +1,7 @@
-"""`gtracer tune`: ρ, δ and β by Optuna, on held-out training data whose labels are as wrong as the rest."""
+"""`gtracer tune`: ρ, δ and β by Optuna, on held-out training data whose labels are as noisy as the rest.
+
+Where ρ is to be looked for is found by short branches of a run (`find`), before the first trial.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from gtracer.lab import files
+from gtracer.finder import RhoCurve
+from gtracer.lab import data, files
 from gtracer.lab.config import Config, numeric
 from gtracer.lab.data import is_text
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.results.record import Record
+from gtracer.lab.sweeps.find import HOLDOUT, find
 from gtracer.lab.sweeps.sweep import Engine, check, run_missing
 from gtracer.lab.training import effects
+from gtracer.penalty import BETA, DELTA
 
-HOLDOUT = 0.1
 BATCH = 4  # trials asked for at a time: the same search, whatever the number of processes
 FIRST_SEED = 1000  # far from those that results are reported for
 BEST = "best.yaml"
@@ -30,6 +36,9 @@ SAM = {"rho": (0.01, 2.0)}
 TRACER_OF_TEXTS = TRACER | {RATIO: (5e-4, 0.05)}
 SAM_OF_TEXTS = {"rho": (1e-3, 0.1)}
 EDGE = 0.05  # of the range, on its logarithm
+# Times the ρ that branches recommend: what is best in the end lies there or above (docs/choosing-rho.md).
+BELOW, ABOVE = 1 / 3, 10
+SHOWN = 10  # trials in the table
 
 
 @dataclass(frozen=True)
@@ -71,14 +80,31 @@ class Range:
 
 @dataclass(frozen=True)
 class Trial:
-    """Values that were tried, and the share of held-out labels they got right, a number for each seed."""
+    """Values that were tried, and the accuracy on held-out data, a number for each seed.
+
+    Attributes:
+        values: By name.
+        scores: On held-out data.
+        tests: On test data, which nothing is chosen by.
+    """
 
     values: dict[str, float]
     scores: list[float]
+    tests: list[float]
 
     @property
     def score(self) -> float:
         return statistics.mean(self.scores)
+
+    def error(self, examples: int) -> float:
+        """Standard error of the score: what so many held-out examples allow, or what seeds scatter by, if more.
+
+        >>> round(Trial({}, [0.5], []).error(100), 3), round(Trial({}, [0.4, 0.6], []).error(100), 3)
+        (0.05, 0.1)
+        """
+        counted = math.sqrt(self.score * (1 - self.score) / (examples * len(self.scores)))
+        n = len(self.scores)
+        return max(counted, statistics.stdev(self.scores) / math.sqrt(n) if n > 1 else 0.0)
 
 
 def ranges(config: Config, given: list[Range]) -> list[Range]:
@@ -104,6 +130,41 @@ def check_ranges(config: Config, searched: list[Range]) -> None:
         effects.check(tried, {name: getattr(tried, name) for item in searched for name in item.name.split("/")})
 
 
+def wants_range(searched: list[Range], given: list[Range]) -> bool:
+    """Whether ρ is searched, and nobody has said where."""
+    return any(item.name in (RATIO, "rho") and item not in given for item in searched)
+
+
+def found(config: Config, folder: Path, console: Console) -> RhoCurve:
+    """The curve of ρ by which the range is narrowed: that of the folder, where it has one."""
+    console.out("finding where to look for ρ, by short branches", highlight=False)
+    curve = find(replace(config, seed=FIRST_SEED), folder)
+    console.out(curve.reason, highlight=False)
+    return curve
+
+
+def narrowed(searched: list[Range], config: Config, curve: RhoCurve) -> tuple[list[Range], dict[str, float]]:
+    """The ranges with ρ's around what branches recommend, and the values to begin with; as they are if it is 0."""
+    place = next((i for i, item in enumerate(searched) if item.name in (RATIO, "rho")), None)
+    if place is None or curve.rho == 0:
+        return searched, {}
+    by = (config.delta or DELTA) if searched[place].name == RATIO else 1.0
+    high = min([curve.rho * ABOVE, *(rho for rho in curve.collapsed if rho > curve.rho)])
+    low = curve.rho * BELOW
+    name = searched[place].name
+    ranges = list(searched)
+    ranges[place] = Range(name, *(float(f"{end / by:.3g}") for end in (low, high)))
+    first = {name: float(f"{curve.rho / by:.3g}")}
+    first |= {item.name: _first(item, config) for item in searched if item.name != name}
+    return ranges, first
+
+
+def _first(item: Range, config: Config) -> float:
+    """An optimiser's own default, where it lies in the range; else the middle."""
+    default = {"delta": DELTA, "beta": BETA}.get(item.name) or getattr(config, item.name)
+    return default if default and item.low <= default <= item.high else math.sqrt(item.low * item.high)
+
+
 def configured(config: Config, values: dict[str, float]) -> Config:
     """The configuration with these values; ρ from its ratio to δ."""
     plain: dict[str, Any] = {name: value for name, value in values.items() if name != RATIO}
@@ -116,11 +177,31 @@ def configured(config: Config, values: dict[str, float]) -> Config:
 
 
 def tune(
-    config: Config, searched: list[Range], trials: int, seeds: int, folder: Path, engine: Engine, console: Console
+    config: Config,
+    searched: list[Range],
+    trials: int,
+    seeds: int,
+    folder: Path,
+    engine: Engine,
+    console: Console,
+    *,
+    first: dict[str, float] | None = None,
+    show_test: bool = False,
 ) -> Config:
-    """Search; print the best trials; leave the best configuration in `best.yaml`. The test set is not looked at.
+    """Search; print the best trials; leave the best configuration in `best.yaml`.
 
     The search asks for the same values when it is started again, so the records are all it needs to go on.
+
+    Args:
+        config: The run.
+        searched: What is varied, and where.
+        trials: How many values are tried.
+        seeds: Runs of each.
+        folder: Of the trials.
+        engine: Makes the runs.
+        console: Is told what comes of it.
+        first: The values of the first trial, if there are any to begin with.
+        show_test: Whether the table has the accuracy on test data; nothing is chosen by it.
 
     Returns:
         The best configuration, to be trained on all data.
@@ -128,7 +209,7 @@ def tune(
     optuna = _optuna()
     base = config if config.holdout else replace(config, holdout=HOLDOUT)
     check(base)
-    search = _search(optuna, searched, trials, config.seed)
+    search = _search(optuna, searched, trials, config.seed, first or {})
     made: list[Trial] = []
     with files.locked(folder, "search"):
         while len(made) < trials:
@@ -138,7 +219,8 @@ def tune(
                 [cell for values in tried for cell in _cells(base, values, seeds)], folder, engine, console
             )
             for trial, values in zip(asked, tried, strict=True):
-                made.append(Trial(values, [_score(records[cell.identity]) for cell in _cells(base, values, seeds)]))
+                own = [records[cell.identity] for cell in _cells(base, values, seeds)]
+                made.append(Trial(values, [_score(record) for record in own], [_test(record) for record in own]))
                 search.tell(trial, made[-1].score)
             console.out(_line(made[-len(asked) :], len(made), trials), highlight=False)
         best = max(made, key=lambda trial: trial.score)
@@ -146,18 +228,23 @@ def tune(
             raise LabError(f"every one of {trials} trials diverged: lower lr, or the ranges")
         chosen = replace(configured(config, best.values), holdout=0.0)
         chosen.write(folder / BEST)
-    for line in _told(best, made, searched, folder):
+    examples = _held_out(base)
+    console.print(_table(made, examples, show_test))
+    for line in _told(best, made, searched, folder, examples):
         console.out(line, highlight=False)
     return chosen
 
 
-def _search(optuna: Any, searched: list[Range], trials: int, seed: int) -> Any:
-    """The first half of the trials is spread evenly over the ranges: as many drawn at random leave gaps."""
+def _search(optuna: Any, searched: list[Range], trials: int, seed: int, first: dict[str, float]) -> Any:
+    """After the first values half of the trials is spread evenly over the ranges: drawn at random they leave gaps."""
     from scipy.stats.qmc import LatinHypercube
 
     spread = -(-trials // 2)
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=spread)
     search = optuna.create_study(direction="maximize", sampler=sampler)
+    if first:
+        search.enqueue_trial(first)
+        spread -= 1
     for places in LatinHypercube(len(searched), scramble=False, rng=seed).random(spread):
         pairs = zip(searched, places.tolist(), strict=True)
         search.enqueue_trial({item.name: item.low * (item.high / item.low) ** place for item, place in pairs})
@@ -177,14 +264,41 @@ def _score(record: Record) -> float:
     return 0.0 if record.failure is not None else record.curves["holdout_accuracy"][-1]
 
 
+def _test(record: Record) -> float:
+    return 0.0 if record.failure is not None else record.curves["test_accuracy"][-1]
+
+
+def _held_out(base: Config) -> int:
+    """How many examples are held out."""
+    task = data.load(base)
+    return 0 if task.holdout is None else len(task.holdout.labels)
+
+
+def _table(made: list[Trial], examples: int, show_test: bool) -> Table:
+    """The best trials, by their accuracy on held-out data."""
+    best = sorted(made, key=lambda trial: -trial.score)[:SHOWN]
+    table = Table()
+    names = list(best[0].values)
+    for name in [*names, "held-out accuracy", *(["test accuracy"] if show_test else [])]:
+        table.add_column(name, justify="right")
+    for trial in best:
+        cells = [f"{trial.values[name]:g}" for name in names]
+        cells.append(f"{100 * trial.score:.1f} ± {100 * trial.error(examples):.1f}")
+        table.add_row(*cells, *([f"{100 * statistics.mean(trial.tests):.1f}"] if show_test else []))
+    return table
+
+
 def _line(fresh: list[Trial], done: int, trials: int) -> str:
     best = max(fresh, key=lambda trial: trial.score)
     return f"{done}/{trials} trials, best of these {best.score:.1%}: {_shown(best.values)}"
 
 
-def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path) -> list[str]:
+def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path, examples: int) -> list[str]:
+    error = best.error(examples)
+    level = sum(trial.score >= best.score - error for trial in made) - 1
     lines = [
-        f"best of {len(made)}: {best.score:.2%} of the held-out labels (as wrong as the rest), {_shown(best.values)}"
+        f"best of {len(made)}: {best.score:.2%} ± {error:.2%} on {examples} held-out examples (labels as noisy as the "
+        f"rest), {_shown(best.values)}; {level} others are within that error"
     ]
     for item in searched:
         value, tried = best.values[item.name], [trial.values[item.name] for trial in made]
