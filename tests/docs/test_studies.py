@@ -1,5 +1,6 @@
 """The studies' scripts, on a single epoch: what they choose, and what they print of it."""
 
+import functools
 import importlib
 import json
 import re
@@ -143,6 +144,11 @@ def test_the_second_moments_in_the_docs_are_those_of_the_records():
         assert row in section
 
 
+@functools.cache
+def records(folder):
+    return [Record.read(path.parent) for path in (STUDIES.parent / "records" / folder).glob("*/record.json")]
+
+
 WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
 
 
@@ -172,8 +178,7 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
     """At the best ρ by held-out data, the smaller of equals, in the middle of training, mean over seeds."""
     fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
     found = {}
-    for path in (STUDIES.parent / "records" / folder).glob("*/record.json"):
-        record = Record.read(path.parent)
+    for record in records(folder):
         wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
         if wanted and record.config.optimizer.endswith("tracer") and record.finished:
             found.setdefault(record.config.rho, []).append(record.curves)
