@@ -14,6 +14,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Tests of a GPU share one, and measure its memory: all in this process."""
+    marks = config.option.markexpr
+    return 0 if "gpu" in marks and "not gpu" not in marks else None
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)

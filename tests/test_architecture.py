@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gtracer
-from support.places import ROOT
+from support.places import ROOT, TESTS
 
 SOURCE = Path(gtracer.__file__).parent
 # From the ground up. A room may import from the rooms before it.
@@ -56,6 +56,17 @@ def test_imports_point_downwards(path):
     else:
         assert room(path) in ROOMS, f"{room(path)} is not in the picture"
         assert imports(path) <= set(ROOMS[: ROOMS.index(room(path)) + 1])
+
+
+def test_tests_mirror_the_source():
+    """A folder of tests is one of the source. No test module imports another: what they share is in tests/support."""
+    for path in TESTS.rglob("test_*.py"):
+        folder = path.parent.relative_to(TESTS)
+        assert folder.parts[:1] in (("docs",), ("gpu",)) or (SOURCE / folder).is_dir(), path
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in names if name.rpartition(".")[2].startswith("test_")], path
 
 
 def test_every_room_is_in_the_picture():

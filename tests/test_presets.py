@@ -5,12 +5,12 @@ import re
 
 import pytest
 import torch
-from places import ROOT
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer, presets
 from gtracer.penalty import RHO_FINE_TUNING
+from support.places import ROOT
 
 NAMES = [name for name, found in vars(presets).items() if inspect.isfunction(found)]
 TABLE = (ROOT / "docs" / "choosing-rho.md").read_text().split("## What to use when", 1)[1].split("\n## ", 1)[0]

@@ -1,5 +1,6 @@
 """The studies' scripts, on a single epoch: what they choose, and what they print of it."""
 
+import functools
 import importlib
 import json
 import re
@@ -156,6 +157,11 @@ def test_the_second_moments_in_the_docs_are_those_of_the_records():
         assert row in section
 
 
+@functools.cache
+def kept(folder):
+    return [record for _, record in Record.read_all(RECORDS / f"{folder}.jsonl.xz")]
+
+
 WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
 
 
@@ -185,7 +191,7 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
     """At the best ρ by held-out data, the smaller of equals, in the middle of training, mean over seeds."""
     fixed = {"delta": 0.01, "train_share": 1.0, "scale_free": False, "curvature": None, "radius": None} | options
     found = {}
-    for _, record in Record.read_all(RECORDS / f"{folder}.jsonl.xz"):
+    for record in kept(folder):
         wanted = all(getattr(record.config, name) == value for name, value in fixed.items())
         if wanted and record.config.optimizer.endswith("tracer") and record.finished:
             found.setdefault(record.config.rho, []).append(record.curves)

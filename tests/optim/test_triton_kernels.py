@@ -34,6 +34,7 @@ from gtracer.optim import triton_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FUSED = {"implementation": "fused"}
+STEPS = 4  # the interpreter is slow; with an interval of three there are two penalties
 MOMENTUM = {"cls": SGDTracer, "momentum": 0.9}
 
 
@@ -52,7 +53,9 @@ def readable(*lists):
     return all(t.dtype == torch.float32 and t.is_contiguous() for part in lists for t in part)
 
 
-def trained(cls=AdamWTracer, steps=6, dtype=torch.float64, scheduled=False, groups=False, words=None, kept=None, **own):
+def trained(
+    cls=AdamWTracer, *, steps=STEPS, dtype=torch.float64, scheduled=False, groups=False, words=None, kept=None, **own
+):
     """Weights, statistics and state after some steps, and what each step says of itself."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
@@ -108,7 +111,7 @@ EVERY = CASES | ADAM | {f"SGD, {name}": {**MOMENTUM, **own} for name, own in CAS
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_step(name, finished):
     found, stats = trained(**EVERY[name], dtype=torch.float32, **FUSED)
-    due = [i % EVERY[name].get("interval", 1) == 0 for i in range(6)]
+    due = [i % EVERY[name].get("interval", 1) == 0 for i in range(STEPS)]
     assert finished == [not d for d in due]
     expected, expected_stats = trained(**EVERY[name])
     assert relative_error(found, expected) < 2e-5
@@ -156,7 +159,7 @@ def test_other_steps_are_made_as_ever(name, finished, monkeypatch):
 def test_it_is_what_auto_takes(cls, finished, monkeypatch):
     monkeypatch.setattr("gtracer.optim.optimizer.FUSED_ON", {"cuda", "cpu"})
     _, stats = trained(cls, dtype=torch.float32, kept=(kept := []))
-    assert len(finished) == 6
+    assert len(finished) == STEPS
     assert kept[0].implementation_used == "fused"
     assert torch.equal(stats, trained(cls, dtype=torch.float32, **FUSED)[1])
 
@@ -214,7 +217,7 @@ def test_what_is_no_number_is_found_on_the_device(cls, nonfinite, bad, first, fi
 
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 def test_addresses_that_come_as_arguments(cls, finished, monkeypatch):
-    """As in a capture; one is made, on a GPU, in test_gpu_training.py."""
+    """As in a capture; one is made, on a GPU, in test_training_on_gpu.py."""
     expected, _ = trained(cls, dtype=torch.float32, **FUSED)
     tables = []
     monkeypatch.setattr(
@@ -222,8 +225,8 @@ def test_addresses_that_come_as_arguments(cls, finished, monkeypatch):
     )
     monkeypatch.setattr(triton_kernels, "is_capturing", lambda: True)
     found, _ = trained(cls, dtype=torch.float32, **FUSED)
-    assert len(finished) == 12
-    assert len(tables) == 12  # two a step
+    assert len(finished) == 2 * STEPS
+    assert len(tables) == 2 * STEPS  # two a step
     assert all(map(torch.equal, found, expected))
 
 
