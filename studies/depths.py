@@ -2,8 +2,8 @@
 
     python studies/depths.py
 
-Digits with half of the labels wrong, batch-norm nets of 2 to 6 hidden layers. For each method and depth ρ is chosen,
-among seven values each, by the accuracy on held-out data whose labels are as wrong (three seeds); each choice is then
+Digits with 50% label noise, batch-norm nets of 2 to 6 hidden layers. For each method and depth ρ is chosen,
+among seven values each, by the accuracy on held-out data whose labels are as noisy (three seeds); each choice is then
 used on all data and on every depth (five other seeds). The table has the depth that ρ was tuned for in rows, the depth
 that it was used on in columns.
 """

@@ -1,6 +1,6 @@
-"""Does a better estimate of the curvature help? Every estimator on data with half of the labels wrong.
+"""Does a better estimate of the curvature help? Every estimator on data with 50% label noise.
 
-For each method ρ is chosen by the accuracy on held-out data whose labels are as wrong as the rest (the same number of
+For each method ρ is chosen by the accuracy on held-out data whose labels are as noisy as the rest (the same number of
 values for each, two seeds that the result does not use); then it is trained on all data with five other seeds.
 
     python studies/estimators.py --task digits --batch-size 512 --epochs 200 --out runs/estimators-digits-512
@@ -39,7 +39,7 @@ def config(base: dict, method: str, rho: float, seed: int, holdout: float) -> Co
 
 def table(result: dict) -> str:
     """The result in Markdown."""
-    lines = ["| F | ρ chosen | test accuracy, last epoch | wrong labels learnt |", "| --- | --- | --- | --- |"]
+    lines = ["| F | ρ chosen | test accuracy, last epoch | memorised |", "| --- | --- | --- | --- |"]
     for method, row in result["methods"].items():
         edge = " (edge of the range)" if row["edge"] else ""
         rho = "–" if method == "SGD" else f"{row['rho']:g}{edge}"

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="SGD against SAM against SGD-TRACER on digits with half of the labels wrong",
-        description="Train two nets with SGD, SAM and SGD-TRACER on digits of which half are labelled wrongly; print a "
+        help="SGD against SAM against SGD-TRACER on digits with 50% label noise",
+        description="Train two nets with SGD, SAM and SGD-TRACER on digits with 50% label noise; print a "
         "table of the test accuracies and draw the curves. Takes about a minute.",
         epilog="example: gtracer demo --seeds 5",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -73,8 +73,8 @@ def _add_sweep(commands: Any) -> None:
     sweep = commands.add_parser(
         "sweep",
         help="run a study: methods × settings × seeds",
-        description="Run what is missing of a study, side by side. Finished runs are not run again; what was cut goes "
-        "on. gtracer report makes a page of the records.",
+        description="Run what is missing of a study, several runs in parallel. Finished runs are not run again; what "
+        "was cut goes on. gtracer report makes a page of the records.",
         epilog="example: gtracer sweep table1-digits --seeds 3",
     )
     sweep.add_argument("study", metavar="STUDY", help=f"a YAML or JSON file, or one of {', '.join(shipped())}")
@@ -166,19 +166,20 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         flag,
         dest="where",
-        choices=["local", "side-by-side", "ray"],
+        type=_renamed("side-by-side", "cuda-graphs"),
+        choices=["local", "cuda-graphs", "ray"],
         default="local",
         help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
     )
     group.add_argument(
-        "--workers", type=at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; side-by-side: 8)"
+        "--workers", type=at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; cuda-graphs: 8)"
     )
     group.add_argument(
         "--processes",
         type=at_least_one,
         default=1,
         metavar="N",
-        help="side-by-side: several that share the device and the runs, for many short ones (default: 1)",
+        help="cuda-graphs: several that share the device and the runs, for many short ones (default: 1)",
     )
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
@@ -200,19 +201,26 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     )
 
 
+def _renamed(old: str, new: str) -> Callable[[str], str]:
+    """Take an older name for the present one."""
+    return lambda word: new if word == old else word
+
+
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="what a step costs, measured side by side",
         description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
-        "side-by-side: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
+        "throughput: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
         "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. sizes: SGD-TRACER's "
         "step over SGD's, for nets wider and deeper, and larger batches.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    bench.add_argument("what", choices=["estimators", "side-by-side", "steps", "sizes"], help="what to compare")
+    choices = ["estimators", "throughput", "steps", "sizes"]
+    renamed = _renamed("side-by-side", "throughput")
+    bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
     bench.add_argument("--batch-size", type=at_least_one, default=128, metavar="N", help="examples a step")
@@ -220,7 +228,7 @@ def _add_bench(commands: Any) -> None:
         "--micro-batch", type=at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
     bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
-    bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="side-by-side")
+    bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="throughput")
     bench.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
@@ -389,7 +397,7 @@ def _engine(chosen: argparse.Namespace) -> Any:
 
     if chosen.where == "local":
         return local.Local(chosen.workers, chosen.retries)
-    if chosen.where == "side-by-side":
+    if chosen.where == "cuda-graphs":
         runs = chosen.workers or cuda_graphs.WIDTH
         return cuda_graphs.Processes(chosen.processes, runs) if chosen.processes > 1 else cuda_graphs.CudaGraphs(runs)
     return ray.Ray(chosen.address, chosen.cpus, chosen.gpus, chosen.retries)
@@ -410,7 +418,7 @@ def _bench(chosen: argparse.Namespace) -> None:
     elif chosen.what == "steps":
         optimizers.steps(**common, precision=chosen.precision, console=Console())
     else:
-        throughput.side_by_side(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
+        throughput.throughput(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
 
 
 def _report(chosen: argparse.Namespace) -> None:

@@ -55,7 +55,7 @@ def cifar_augmented() -> Settings:
 
 
 def cifar_label_noise() -> Settings:
-    """For the same net with weight decay and half of the labels wrong, not augmented: ρ 0.004.
+    """For the same net with weight decay and 50% label noise, not augmented: ρ 0.004.
 
     Best of 0.003 to 0.005, by held-out data (the same records).
     """

@@ -18,9 +18,9 @@ from support.problems import relative_error
 def test_micro_batch_optimiser_follows_its_penalty(m, engine):
     """Against the exact penalty on the examples' losses, which shares none of the passes in parts."""
     mine, other = make(mlp), make(mlp)
-    knobs = {"rho": 0.01, "delta": 0.1, "beta": 0.3, "f0": 0.2}
-    opt = SGDTracer(mine.params, lr=0.05, **knobs, curvature=c.micro_batch(m), engine=engine)
-    penalty = TracerPenalty(other.params, **knobs, curvature=c.micro_batch(m))
+    options = {"rho": 0.01, "delta": 0.1, "beta": 0.3, "f0": 0.2}
+    opt = SGDTracer(mine.params, lr=0.05, **options, curvature=c.micro_batch(m), engine=engine)
+    penalty = TracerPenalty(other.params, **options, curvature=c.micro_batch(m))
     sgd = torch.optim.SGD(other.params, lr=0.05)
     for _ in range(4):
         loss = opt.step(mine.loss_of, mine.x, mine.y)

@@ -168,11 +168,11 @@ WRONG, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
 @pytest.mark.parametrize(
     ("label", "folder", "options"),
     [
-        ("CIFAR-100, weight decay, half of the labels wrong", "cifar100/search-long", WRONG | DECAY),
-        ("CIFAR-100, no weight decay, half of the labels wrong", "cifar100/search-long", WRONG | {"weight_decay": 0.0}),
+        ("CIFAR-100, weight decay, 50% label noise", "cifar100/search-long", WRONG | DECAY),
+        ("CIFAR-100, no weight decay, 50% label noise", "cifar100/search-long", WRONG | {"weight_decay": 0.0}),
         ("CIFAR-100, weight decay, right labels", "cifar100/search-clean-long", DECAY),
         ("CIFAR-100, weight decay, right labels, augmentation", "cifar100/search-clean", DECAY | {"augment": True}),
-        ("digits, half of the labels wrong, Adam", "digits/second-moment", WRONG | {"second_moment": "total"}),
+        ("digits, 50% label noise, Adam", "digits/second-moment", WRONG | {"second_moment": "total"}),
         ("MiniLM, BoolQ", "superglue/search-minilm", {"task": "boolq", "label_noise": 0.0}),
         ("MiniLM, BoolQ, half of the labels drawn at random", "superglue/search-minilm", {"label_noise": 0.25}),
         ("MiniLM, WiC", "superglue/search-minilm", {"task": "wic"}),

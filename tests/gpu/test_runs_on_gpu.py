@@ -1,4 +1,4 @@
-"""On a CUDA device: runs side by side, as graphs on streams.
+"""On a CUDA device: runs in parallel, as graphs on streams.
 
 Run with `pytest -m gpu`.
 """

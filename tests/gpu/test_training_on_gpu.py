@@ -192,14 +192,14 @@ def test_flash_attention_in_the_finite_difference():
 def test_the_trainer_in_half_precision(tmp_path, precision, tolerance):
     """It makes the steps of a closure in float32, within precision; with SGD, since Adam blows small gradients up."""
     trainers = pytest.importorskip("test_transformers")
-    knobs = {"lr": 0.1, "momentum": 0.9, "rho": 0.01, "delta": 0.05}
+    options = {"lr": 0.1, "momentum": 0.9, "rho": 0.01, "delta": 0.05}
     model = trainers.bert()
     start = nn.utils.parameters_to_vector(model.parameters()).detach()
-    words = {"optimizers": (SGDTracer(model.parameters(), **knobs), None)}
+    words = {"optimizers": (SGDTracer(model.parameters(), **options), None)}
     found, made = trainers.trained(tmp_path, trainers.Watched, model, words, use_cpu=False, **{precision: True})
     assert (made.accelerator.scaler is not None) == (precision == "fp16")
     twin = trainers.bert().cuda().train()
-    opt = SGDTracer(twin.parameters(), **knobs)
+    opt = SGDTracer(twin.parameters(), **options)
     for batch in made.seen:
         opt.step(lambda batch=batch: twin(**batch).loss)
     expected = nn.utils.parameters_to_vector(twin.parameters()).detach()

@@ -220,7 +220,7 @@ def test_other_words(tmp_path, capsys):
             ["bench", "estimators", "--model", "resnet21"],
             ["bench", "steps", "--device", "tpu"],
             ["bench", "steps", "--precision", "fp8"],
-            ["bench", "side-by-side", "--kernels", "none"],
+            ["bench", "throughput", "--kernels", "none"],
             ["bench", "steps", "--batch-size", "0"],
         ],
         capsys,

@@ -68,7 +68,7 @@ def test_the_command_of_a_sweep(tmp_path, capsys):
     word = " ".join(WORDS)
     path = tmp_path / "study.yaml"
     path.write_text(f"base: {BASE}\nseeds: 1\nmethods: {{'SGD {word}': {{optimizer: sgd}}}}\n")
-    words = ["sweep", str(path), "--out", str(tmp_path / "[/x]"), "--engine", "side-by-side", "--processes", "1"]
+    words = ["sweep", str(path), "--out", str(tmp_path / "[/x]"), "--engine", "cuda-graphs", "--processes", "1"]
     assert cli.main(words) == 0
     assert f"SGD {word}" in capsys.readouterr().out
 

@@ -48,14 +48,14 @@ PAIRS = [
 def test_optimiser_follows_the_twin(pair):
     """Numerator and average each by its own estimator, step by step."""
     numerator, average = pair
-    knobs = {"lr": 0.05, "rho": 0.01, "delta": 0.1, "beta": 0.3}
+    options = {"lr": 0.05, "rho": 0.01, "delta": 0.1, "beta": 0.3}
     mine, other = make(mlp), make(mlp)
-    opt = SGDTracer(mine.params, **knobs, curvature=numerator, average=average, engine="exact", model=mine.model)
+    opt = SGDTracer(mine.params, **options, curvature=numerator, average=average, engine="exact", model=mine.model)
     f = None
     for _ in range(4):
         torch.manual_seed(5)
         opt.step(mine.loss_of)
-        f = twin_step(other, numerator, average, **knobs, f=f)
+        f = twin_step(other, numerator, average, **options, f=f)
         assert relative_error(mine.params, other.params) < 1e-10
     assert relative_error([opt.state[p]["f"] for p in mine.params], f) < 1e-9
 

@@ -13,7 +13,7 @@ from support.twin import AdamTwin, SGDTwin
 shapes = st.lists(st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=4)
 dtypes = st.sampled_from([torch.float32, torch.float64])
 seeds = st.integers(0, 2**16)
-knobs = st.fixed_dictionaries(
+options = st.fixed_dictionaries(
     {"rho": st.floats(0, 0.05), "delta": st.floats(1e-2, 10), "beta": st.floats(0, 1)},
     optional={"f0": st.floats(0, 10)},
 )
@@ -33,25 +33,25 @@ def a_problem(shapes, dtype, seed):
     return params, loss_of
 
 
-@given(shapes, dtypes, seeds, knobs, st.floats(1e-4, 0.1), st.floats(0, 0.95), st.booleans())
+@given(shapes, dtypes, seeds, options, st.floats(1e-4, 0.1), st.floats(0, 0.95), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_sgd_is_its_twin(shapes, dtype, seed, knobs, lr, momentum, maximize):
+def test_sgd_is_its_twin(shapes, dtype, seed, options, lr, momentum, maximize):
     (ours, loss_of), (twins, twin_loss_of) = a_problem(shapes, dtype, seed), a_problem(shapes, dtype, seed)
-    opt = SGDTracer(ours, lr=lr, momentum=momentum, maximize=maximize, engine="exact", **knobs)
-    twin = SGDTwin(twins, lr=lr, momentum=momentum, maximize=maximize, **knobs)
+    opt = SGDTracer(ours, lr=lr, momentum=momentum, maximize=maximize, engine="exact", **options)
+    twin = SGDTwin(twins, lr=lr, momentum=momentum, maximize=maximize, **options)
     for _ in range(3):
         opt.step(loss_of)
         twin.step(twin_loss_of())
     close(ours, twins, tolerance[dtype])
 
 
-@given(shapes, seeds, knobs, st.floats(1e-4, 0.1), st.floats(0, 0.95), st.floats(0.5, 0.999))
+@given(shapes, seeds, options, st.floats(1e-4, 0.1), st.floats(0, 0.95), st.floats(0.5, 0.999))
 @settings(max_examples=60, deadline=None)
-def test_adam_is_its_twin(shapes, seed, knobs, lr, beta1, beta2):
+def test_adam_is_its_twin(shapes, seed, options, lr, beta1, beta2):
     (ours, loss_of), (twins, twin_loss_of) = (a_problem(shapes, torch.float64, seed) for _ in range(2))
-    knobs = {k: v for k, v in knobs.items() if k != "beta"}
-    opt = AdamTracer(ours, lr=lr, betas=(beta1, beta2), eps=1e-3, engine="exact", **knobs)
-    twin = AdamTwin(twins, lr=lr, betas=(beta1, beta2), eps=1e-3, **knobs)
+    options = {k: v for k, v in options.items() if k != "beta"}
+    opt = AdamTracer(ours, lr=lr, betas=(beta1, beta2), eps=1e-3, engine="exact", **options)
+    twin = AdamTwin(twins, lr=lr, betas=(beta1, beta2), eps=1e-3, **options)
     for _ in range(3):
         opt.step(loss_of)
         twin.step(twin_loss_of())

@@ -37,11 +37,11 @@ def follow(problem, make_ours, make_twin, tolerance):
 @pytest.mark.parametrize("arguments", SGD_ARGUMENTS, ids=str)
 @pytest.mark.parametrize(("f0", "twin_f0"), F0, ids=["first-gradient", "number"])
 def test_sgd(problem, engine, tolerance, arguments, f0, twin_f0):
-    knobs = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
+    options = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
     optimizer, twin = follow(
         problem,
-        lambda m: SGDTracer(m.parameters(), lr=0.02, f0=f0, model=m, **knobs, **arguments, **engine),
-        lambda p: SGDTwin(p, lr=0.02, f0=twin_f0, **knobs, **arguments),
+        lambda m: SGDTracer(m.parameters(), lr=0.02, f0=f0, model=m, **options, **arguments, **engine),
+        lambda p: SGDTwin(p, lr=0.02, f0=twin_f0, **options, **arguments),
         tolerance,
     )
     f = [optimizer.state[p]["f"] for p in optimizer.param_groups[0]["params"]]
@@ -55,11 +55,11 @@ def test_sgd(problem, engine, tolerance, arguments, f0, twin_f0):
 @pytest.mark.parametrize(("f0", "twin_f0"), F0, ids=["first-gradient", "number"])
 def test_adam(problem, engine, tolerance, ours, decoupled, arguments, f0, twin_f0):
     arguments = {"weight_decay": 0.0, **arguments}
-    knobs = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
+    options = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
     follow(
         problem,
-        lambda m: ours(m.parameters(), f0=f0, model=m, **knobs, **arguments, **engine),
-        lambda p: AdamTwin(p, f0=twin_f0, decoupled=decoupled, **knobs, **arguments),
+        lambda m: ours(m.parameters(), f0=f0, model=m, **options, **arguments, **engine),
+        lambda p: AdamTwin(p, f0=twin_f0, decoupled=decoupled, **options, **arguments),
         # Adam divides by √v, which blows rounding up where gradients vanish.
         100 * tolerance,
     )
@@ -69,11 +69,11 @@ def test_adam(problem, engine, tolerance, ours, decoupled, arguments, f0, twin_f
 @pytest.mark.parametrize("arguments", ADAM_ARGUMENTS, ids=str)
 def test_adam_whose_second_moment_has_seen_the_loss_alone(problem, arguments):
     arguments = {"weight_decay": 0.0, **arguments}
-    knobs = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
+    options = {"rho": 0.01, "delta": 0.05, "lr": 0.01}
     optimizer, twin = follow(
         problem,
-        lambda m: AdamTracer(m.parameters(), model=m, engine="exact", average=loss_gradient, **knobs, **arguments),
-        lambda p: AdamTwin(p, second_moment="loss", **knobs, **arguments),
+        lambda m: AdamTracer(m.parameters(), model=m, engine="exact", average=loss_gradient, **options, **arguments),
+        lambda p: AdamTwin(p, second_moment="loss", **options, **arguments),
         1e-9,
     )
     v = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[0]["params"]]
@@ -100,11 +100,11 @@ def test_a_step_is_bounded_where_the_second_moment_has_seen_it():
 
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_any_torch_optimiser(base):
-    knobs = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
+    options = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
     follow(
         conv_batch_norm,
-        lambda m: Tracer(base(m.parameters(), lr=1e-2), engine="exact", **knobs),
-        lambda p: BaseTwin(base(p, lr=1e-2), **knobs),
+        lambda m: Tracer(base(m.parameters(), lr=1e-2), engine="exact", **options),
+        lambda p: BaseTwin(base(p, lr=1e-2), **options),
         1e-10,
     )
 
@@ -112,11 +112,11 @@ def test_any_torch_optimiser(base):
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(("f0", "twin_f0"), F0, ids=["first-gradient", "number"])
 def test_penalty_on_the_loss(problem, f0, twin_f0):
-    knobs = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
+    options = {"rho": 0.01, "beta": 0.2, "delta": 0.05}
 
     class Penalised:
         def __init__(self, model):
-            self.penalty = TracerPenalty(model.parameters(), f0=f0, **knobs)
+            self.penalty = TracerPenalty(model.parameters(), f0=f0, **options)
             self.optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
 
         def step(self, closure):
@@ -124,7 +124,7 @@ def test_penalty_on_the_loss(problem, f0, twin_f0):
             self.penalty(closure()).backward()
             self.optimizer.step()
 
-    follow(problem, Penalised, lambda p: SGDTwin(p, lr=0.02, momentum=0.9, f0=twin_f0, **knobs), 1e-11)
+    follow(problem, Penalised, lambda p: SGDTwin(p, lr=0.02, momentum=0.9, f0=twin_f0, **options), 1e-11)
 
 
 def test_interval_penalises_every_kth_step():

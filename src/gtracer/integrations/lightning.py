@@ -26,7 +26,7 @@ class TracerCallback(Callback):
     With automatic optimisation Lightning hands the optimiser a closure, so TRACER works as it is in float32 and
     bfloat16. Three things it cannot do so, and the callback refuses them: float16, where the closure is run before the
     optimiser can scale it; `accumulate_grad_batches`, where only the last micro-batch's closure arrives; and
-    Lightning's clipping, which comes with the closure and so befalls either pass. For the first two there is
+    Lightning's clipping, which comes with the closure and so clips either pass. For the first two there is
     `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/training.md.
 
     `tracer/loss` is the loss at the weights of the step. What `training_step` logs itself, automatic optimisation logs

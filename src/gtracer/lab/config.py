@@ -79,7 +79,7 @@ class Config:
     label_noise: Share = option(0.0, "share of training labels replaced by a different class")
     train_share: ShareAboveZero = option(1.0, "share of the training data that is used")
     holdout: ShareBelowOne = option(
-        0.0, "share of the training data kept out of training, its labels as wrong as the rest, to tune on"
+        0.0, "share of the training data that is held out, its labels as noisy as the rest, to tune on"
     )
     augment: Flag = option(False, "random crops and flips of images")
     model: Name | None = option(
@@ -124,7 +124,7 @@ class Config:
     batch_size: Count = option(128, "examples a step")
     schedule: Schedule = option("cosine", "of the learning rate")
     warmup: Share = option(0.0, "share of the steps over which the learning rate rises")
-    seed: Seed = option(0, "of the splits, the wrong labels, the weights and the batches")
+    seed: Seed = option(0, "of the splits, the label noise, the weights and the batches")
     device: Name = option("auto", "cpu, cuda, mps, … or auto")
     kernels: Kernels = option(
         "torch",

@@ -1,4 +1,4 @@
-"""`gtracer demo`: half-wrong labels under SGD, SAM and SGD-TRACER, on the net they were tuned for and a deeper one."""
+"""`gtracer demo`: 50% label noise under SGD, SAM and SGD-TRACER, on the net they were tuned for and a deeper one."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_peers_train(name):
 def test_runs_side_by_side(tmp_path, capsys, monkeypatch):
     """What is printed is what was measured: seconds of 50,000 examples, for each run."""
     monkeypatch.setenv("COLUMNS", "120")
-    made = throughput.side_by_side(
+    made = throughput.throughput(
         model="mlp", batch_size=8, rounds=3, device="cpu", precision="bf16", kernels="torch", out=tmp_path / "b.json",
         console=Console(), steps=3, widths=(1, 2),
     )  # fmt: skip

@@ -121,7 +121,7 @@ def test_other_shapes_are_refused(shape):
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-tracer"])
 def test_a_run_is_the_same_on_either_kernels(tmp_path, optimizer):
-    """Alone and side by side."""
+    """Alone and in parallel."""
     cifar_pickle(tmp_path / "cifar-100-python/train", 8, "fine_labels", 100)
     cifar_pickle(tmp_path / "cifar-100-python/test", 4, "fine_labels", 100)
     config = Config(task="cifar100", data=str(tmp_path), model="resnet8", label_noise=0.5, epochs=2, lr=0.01)
@@ -131,5 +131,5 @@ def test_a_run_is_the_same_on_either_kernels(tmp_path, optimizer):
     plain = train(config, tmp_path / "plain", []).curves["train_loss"]
     fused = replace(config, kernels="fused")
     assert train(fused, tmp_path / "fused", []).curves["train_loss"] == pytest.approx(plain, rel=1e-2)
-    assert [event.failure for event in CudaGraphs(1)([(fused, tmp_path / "abreast")]) if event.ended] == [None]
-    assert Record.read(tmp_path / "abreast").curves["train_loss"] == pytest.approx(plain, rel=1e-2)
+    assert [event.failure for event in CudaGraphs(1)([(fused, tmp_path / "parallel")]) if event.ended] == [None]
+    assert Record.read(tmp_path / "parallel").curves["train_loss"] == pytest.approx(plain, rel=1e-2)

@@ -1,4 +1,4 @@
-"""`gtracer bench side-by-side`: how long an epoch takes when runs share a device."""
+"""`gtracer bench throughput`: how long an epoch takes when runs share a device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
 EPOCH = 50_000  # examples, as CIFAR has
 
 
-def side_by_side(
+def throughput(
     *,
     model: str,
     batch_size: int,
@@ -43,7 +43,7 @@ def side_by_side(
     steps: int = 40,
     widths: tuple[int, ...] = WIDTHS,
 ) -> dict[str, Any]:
-    """Seconds of an epoch, for each run, with so many side by side; printed and written.
+    """Seconds of an epoch, for each run, with so many in parallel; printed and written.
 
     Measured on rounds of `steps` steps over made-up images; evaluation is not in it.
     """
@@ -59,7 +59,7 @@ def side_by_side(
             a_step = [taken / steps / width for taken in _rounds(runs, rounds, place)]
             seconds[method][str(width)] = [each * EPOCH / batch_size for each in a_step]
     result = measurement.result_of(
-        "side-by-side",
+        "throughput",
         place,
         model=model,
         batch_size=batch_size,

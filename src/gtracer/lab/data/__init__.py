@@ -1,4 +1,4 @@
-"""Tasks: what is to be learnt. `load` gives the data of a configuration, with its wrong labels."""
+"""Tasks: what is to be learnt. `load` gives the data of a configuration, with its label noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong labels."""
+"""Label noise."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Task:
         return replace(self, train=self.train.rows(order[:kept]))
 
     def holding_out(self, share: float, seed: int) -> Task:
-        """The same task with a seeded share of the training data kept out of training."""
+        """The same task with a seeded share of the training data held out."""
         order = _shuffled(len(self.train.labels), -1 - seed)
         held = round(share * len(order))
         if not 0 < held < len(order):
@@ -63,7 +63,7 @@ class Task:
 
 
 def _shuffled(n: int, seed: int) -> Tensor:
-    """By a seed that nothing else draws from: with the wrong labels' own, just those would be held out.
+    """By a seed that nothing else draws from: with the label noise's own, just the mislabelled ones would be held out.
 
     Negative, since torch looks at the lower 32 bits alone: a large number could be a small one again.
     """

@@ -90,7 +90,7 @@ def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, d
 
 
 def mlp(shape: tuple[int, ...], width: int, depth: int, classes: int, norm: Norm | None) -> nn.Sequential:
-    """Fully connected layers; with batch norm they learn any labels by heart."""
+    """Fully connected layers; with batch norm they memorise any labels."""
     layers: list[nn.Module] = [nn.Flatten()]
     size = int(torch.Size(shape).numel())
     for _ in range(depth):

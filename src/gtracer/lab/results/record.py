@@ -54,7 +54,7 @@ class Record:
         environment: Commit, versions, hardware.
         curves: One number an epoch: test_accuracy, test_loss, train_loss, memorised and recovered (of the wrongly
             labelled training examples, or the first 5,000 of them, the share given back with the wrong and with the
-            true label; absent without wrong labels), holdout_accuracy (against labels as wrong as those to train on;
+            true label; absent without label noise), holdout_accuracy (against labels as noisy as those to train on;
             absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.

@@ -130,7 +130,7 @@ class Result:
 class Comparison:
     """A method against the best of the others in the same setting, over the seeds that both have finished.
 
-    A seed gives both the same weights to start from, order of the data and wrong labels.
+    A seed gives both the same weights to start from, order of the data and label noise.
     """
 
     against: str

@@ -20,7 +20,7 @@ def table(results: Results) -> Table:
     )
     several = len(results.study.settings) > 1
     wrong = any(result.last("memorised") for result in results.all)
-    shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("wrong labels learnt", wrong)]
+    shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("memorised", wrong)]
     shown += [("paper", bool(results.study.paper)), ("", any(map(results.note, results.all)))]
     for heading, is_shown in shown:
         if is_shown:

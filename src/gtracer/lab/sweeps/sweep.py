@@ -1,4 +1,4 @@
-"""`gtracer sweep`: the runs of a study that are not there yet, side by side, through deaths and interrupts."""
+"""`gtracer sweep`: the runs of a study that are not there yet, in parallel, through deaths and interrupts."""
 
 from __future__ import annotations
 

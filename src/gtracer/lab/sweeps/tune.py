@@ -108,7 +108,7 @@ class Trial:
 
 
 def ranges(config: Config, given: list[Range]) -> list[Range]:
-    """What is to be searched: what was given, and the optimiser's own knobs that were not set."""
+    """What is to be searched: what was given, and the optimiser's own hyper-parameters that were not set."""
     found = {item.name: item for item in given}
     tracer, sam = (TRACER_OF_TEXTS, SAM_OF_TEXTS) if is_text(config.task) else (TRACER, SAM)
     own = tracer if config.optimizer.endswith("-tracer") else sam if config.optimizer.endswith("sam") else {}

@@ -25,7 +25,7 @@ class Ranks:
         return self.rank == 0
 
     def share(self, rows: Tensor) -> tuple[Tensor, int]:
-        """This process's rows, as many as every other's; how many of them count (the last may be there for company)."""
+        """This process's rows, as many as every other's; how many of them count (the last may be a padding row)."""
         if self.world == 1:
             return rows, len(rows)
         each = -(-len(rows) // self.world)
@@ -33,7 +33,7 @@ class Ranks:
         return torch.cat([mine, rows[: each - len(mine)]]), len(mine)
 
     def joined(self, parts: Tensor) -> Tensor:
-        """What all have of a `share`, in the order of the rows (with the company at the end)."""
+        """What all have of a `share`, in the order of the rows (with the padding at the end)."""
         if self.world == 1:
             return parts
         found = [torch.empty_like(parts) for _ in range(self.world)]

@@ -24,7 +24,7 @@ from gtracer.lab.training.distributed import Ranks
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
-WRONG_SHOWN = 5000  # wrongly labelled examples that are looked at each epoch: an error of 0.7 points at most
+WRONG_SHOWN = 5000  # mislabelled examples that are looked at each epoch: an error of 0.7 points at most
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
@@ -163,7 +163,7 @@ class Run:
 
     @torch.no_grad()
     def measured(self) -> dict[str, Tensor]:
-        """How good the model is: on the test data, on held-out data, and on what was labelled wrongly."""
+        """How good the model is: on the test data, on held-out data, and on mislabelled examples."""
         self.ranks.as_first(self.model.buffers())
         logits = self._logits(self.test)
         found = {

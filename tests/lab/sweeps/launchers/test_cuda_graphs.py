@@ -1,4 +1,4 @@
-"""Runs side by side in one process: each as if it were alone. On a GPU: tests/gpu/test_optimizers_on_gpu.py."""
+"""Runs in parallel in one process: each as if it were alone. On a GPU: tests/gpu/test_optimizers_on_gpu.py."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
 from support.datasets import cifar_pickle
-from support.side_by_side import RUNS, trained
+from support.parallel_runs import RUNS, trained
 from support.studies import stamps, study
 
 QUIET = Console(quiet=True)
@@ -177,6 +177,6 @@ def test_what_cannot_be_replayed_is_refused(change, message, tmp_path):
 
 def test_from_the_command_line(tmp_path, capsys):
     study(seeds=1).write(tmp_path)
-    words = ["sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out"), "--engine", "side-by-side"]
+    words = ["sweep", str(tmp_path / "study.json"), "--out", str(tmp_path / "out"), "--engine", "cuda-graphs"]
     assert cli.main([*words, "--workers", "2"]) == 0
     assert "TRACER" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Several processes with runs side by side: each run as if it were alone, through deaths and interrupts."""
+"""Several processes with runs in parallel: each run as if it were alone, through deaths and interrupts."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs, Processes
 from gtracer.lab.sweeps.launchers.local import Process
 from gtracer.lab.sweeps.sweep import RunsFolder
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
-from support.side_by_side import RUNS
+from support.parallel_runs import RUNS
 from support.studies import study
 
 
@@ -80,6 +80,6 @@ def test_closed_they_save(tmp_path, children):
 
 def test_from_the_command_line(tmp_path):
     study().write(tmp_path)
-    words = ["--engine", "side-by-side", "--processes", "2", "--workers", "4", "--out", str(tmp_path / "out")]
+    words = ["--engine", "cuda-graphs", "--processes", "2", "--workers", "4", "--out", str(tmp_path / "out")]
     assert cli.main(["sweep", str(tmp_path / "study.json"), *words]) == 0
     assert [record.finished for record in RunsFolder.of(tmp_path / "out").all()] == [True] * 4

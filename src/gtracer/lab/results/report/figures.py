@@ -128,8 +128,8 @@ def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Resu
     if option is not None:
         yield "varied", f"Accuracy against {SYMBOLS.get(option, option)}", partial(_draw_varied, option=option)
     yield "epochs", "Test accuracy by epoch", partial(_draw_curves, curve="test_accuracy", label="test accuracy, %")
-    label = "wrong labels memorised, %"
-    yield "memorised", "Wrong labels memorised by epoch", partial(_draw_curves, curve="memorised", label=label)
+    label = "memorised, %"
+    yield "memorised", "Memorised by epoch", partial(_draw_curves, curve="memorised", label=label)
     yield "cost", "Time per epoch", _draw_cost
 
 

@@ -93,17 +93,17 @@ COLUMNS = (
         f"same setting, over the seeds that both have finished; p: {TEST}.",
     ),
     Column(
-        "Wrong labels memorised, %",
+        "Memorised, %",
         lambda row: _estimate(row.memorised),
         lambda row: _mean(row.memorised),
-        note="Wrong labels memorised: share of the wrongly labelled training examples (of the first 5,000, in runs "
+        note="Memorised: share of the mislabelled training examples (of the first 5,000, in runs "
         "with more) that are given back with the wrong label, at the last epoch.",
     ),
     Column(
         "Seconds per epoch",
         lambda row: "" if row.seconds is None else f"{row.seconds:.3g}",
         lambda row: row.seconds,
-        note="Seconds per epoch: median over all epochs of the finished runs, less those made side by side in one "
+        note="Seconds per epoch: median over all epochs of the finished runs, less those made in parallel in one "
         "process.",
     ),
     Column(
