@@ -14,6 +14,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
+from support import encoders, films
 from support.datasets import cifar_pickle
 
 pytestmark = [
@@ -103,9 +104,9 @@ def test_a_model_that_cannot_be_recorded_is_told_of_and_disturbs_nobody(tmp_path
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_texts_side_by_side(tmp_path, kind):
     """With dropout, whose masks are the same in both passes and in the plain run, and widths that change."""
-    texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
-    base = replace(texts.config(tmp_path), device="cuda", epochs=6)
-    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind)))
+    pytest.importorskip("transformers")
+    base = replace(films.config(tmp_path), device="cuda", epochs=6)
+    base = replace(base, model=str(getattr(encoders, f"tiny_{kind}")(tmp_path / kind)))
     configs = [
         base,
         replace(base, optimizer="adamw", rho=None),
@@ -133,9 +134,9 @@ def test_compiled_texts_side_by_side(tmp_path, kind, kernels, dropout):
 
     At so small a radius others would make the penalty five to eight times as large.
     """
-    texts, made = pytest.importorskip("test_tokens"), pytest.importorskip("test_lab_models")
-    base = replace(texts.config(tmp_path), device="cuda", epochs=6, precision="bf16", radius=0.01)
-    base = replace(base, model=str(getattr(made, f"tiny_{kind}")(tmp_path / kind, dropout)))
+    pytest.importorskip("transformers")
+    base = replace(films.config(tmp_path), device="cuda", epochs=6, precision="bf16", radius=0.01)
+    base = replace(base, model=str(getattr(encoders, f"tiny_{kind}")(tmp_path / kind, dropout)))
     compiled = replace(base, kernels=kernels)
     cells = [
         (config, tmp_path / config.folder)

@@ -191,7 +191,7 @@ def test_flash_attention_in_the_finite_difference():
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 0.01), ("bf16", 0.05)])
 def test_the_trainer_in_half_precision(tmp_path, precision, tolerance):
     """It makes the steps of a closure in float32, within precision; with SGD, since Adam blows small gradients up."""
-    trainers = pytest.importorskip("test_transformers")
+    trainers = pytest.importorskip("support.trainers")
     options = {"lr": 0.1, "momentum": 0.9, "rho": 0.01, "delta": 0.05}
     model = trainers.bert()
     start = nn.utils.parameters_to_vector(model.parameters()).detach()

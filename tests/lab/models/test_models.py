@@ -6,9 +6,11 @@ from torch import nn
 
 from gtracer.lab import data, models
 from gtracer.lab.config import Config
+from gtracer.lab.data.batches import cropped_and_flipped
 from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import encoders
+from gtracer.lab.models.resnet import Block
 from support.encoders import SIZES, tiny_bert
 
 
@@ -41,7 +43,7 @@ def test_shapes(name, shape):
 
 def test_shortcut_is_subsampled_and_padded():
     """With the branch switched off, a block that changes size is the subsampled input and zero channels."""
-    block = models.Block(2, 4, stride=2).eval()
+    block = Block(2, 4, stride=2).eval()
     nn.init.zeros_(block.norm2.weight)
     x = torch.rand(1, 2, 4, 4)
     expected = torch.cat([x[:, :, ::2, ::2], torch.zeros(1, 2, 2, 2)], 1)
@@ -146,7 +148,7 @@ class TestAugmentation:
         x = torch.rand(20, 2, 8, 8)
         padded = nn.functional.pad(x, (4,) * 4)
         seen = set()
-        for i, made in enumerate(models.cropped_and_flipped(x)):
+        for i, made in enumerate(cropped_and_flipped(x)):
             crops = {(d, r): padded[i, :, d : d + 8, r : r + 8] for d in range(9) for r in range(9)}
             found = [(*at, False) for at, crop in crops.items() if torch.equal(made, crop)]
             found += [(*at, True) for at, crop in crops.items() if torch.equal(made, crop.flip(2))]
@@ -158,9 +160,9 @@ class TestAugmentation:
     def test_seeded(self):
         x = torch.rand(4, 1, 8, 8)
         torch.manual_seed(1)
-        first = models.cropped_and_flipped(x)
+        first = cropped_and_flipped(x)
         torch.manual_seed(1)
-        assert torch.equal(models.cropped_and_flipped(x), first)
+        assert torch.equal(cropped_and_flipped(x), first)
 
 
 class TestLanguage:

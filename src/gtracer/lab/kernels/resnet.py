@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gtracer.lab.errors import LabError
-from gtracer.lab.models import Block, ResNet
+from gtracer.lab.models.resnet import Block, ResNet
 
 NARROWEST = 16  # channels: what a matrix unit multiplies at once. The three of an image are filled up.
 PARTS = 44  # of a sum over pixels, for each of the three rows of the weights: 132 programs, one for each multiprocessor

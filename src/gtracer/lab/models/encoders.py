@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as experimental
 from torch.nn.functional import linear
 
+from gtracer.lab.data.batches import Batch
 from gtracer.lab.data.task import Split
 from gtracer.lab.data.tokens import Tokens, tokens
 from gtracer.lab.errors import LabError
-from gtracer.lab.models import Batch, Built
+from gtracer.lab.models.built import Built
 
 # Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
 # device, to see whether there is any padding, or copies numbers to it: neither can be captured as a CUDA graph.

@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from gtracer.lab import data, models
 from gtracer.lab.config import Config
+from gtracer.lab.data.batches import Batch, cropped_and_flipped
 from gtracer.lab.data.task import Split
 from gtracer.lab.errors import DivergedError, LabError
 from gtracer.lab.kernels.resnet import Fused
@@ -35,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class EvaluationData:
     """Examples to evaluate on, in the order in which that is done: those of this process, part by part, and labels."""
 
-    batch: models.Batch
+    batch: Batch
     parts: list[tuple[Tensor, int | None]]
     labels: Tensor
     truth: Tensor
@@ -102,7 +103,7 @@ class Run:
         self.seconds = 0.0  # spent on this epoch before an interrupt
         self.sums = {"train_loss": 0.0, "trace_ratio": 0.0, "penalty_ratio": 0.0}  # over this epoch's steps
 
-    def _evaluation_data(self, batch: models.Batch, split: Split, rows: Tensor | None = None) -> EvaluationData:
+    def _evaluation_data(self, batch: Batch, split: Split, rows: Tensor | None = None) -> EvaluationData:
         rows = batch.sorted(torch.arange(len(split.labels)) if rows is None else rows)
         mine, _ = self.ranks.share(rows)
         size = EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size
@@ -118,7 +119,7 @@ class Run:
     def batch(self, rows: Tensor, width: int | None = None) -> tuple[Any, Tensor]:
         """These training examples, and their labels."""
         inputs, labels = self.train_batch(rows, width), self.labels[rows.to(self.device)]
-        return (models.cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs), labels
+        return (cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs), labels
 
     def require_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
