@@ -49,7 +49,7 @@ class SGDTwin:
         f0=None,
     ):
         self.params, self.momentum, self.dampening = list(params), momentum, dampening
-        self.lr, self.weight_decay = each(lr, self.params), each(weight_decay, self.params)
+        self.lr, self.weight_decay = lr, weight_decay  # of all parameters, or one for each in a list
         self.nesterov, self.sign = nesterov, -1.0 if maximize else 1.0
         self.rho, self.beta, self.delta = rho, beta, delta
         self.f = None if f0 is None else filled(self.params, f0)
@@ -64,7 +64,8 @@ class SGDTwin:
         self.update(total, g, [x**2 for x in g])
 
     def update(self, total, g, F, in_parts=False) -> None:
-        d = [t + w * p.detach() for t, w, p in zip(total, self.weight_decay, self.params, strict=True)]
+        decay = each(self.weight_decay, self.params)
+        d = [t + w * p.detach() for t, w, p in zip(total, decay, self.params, strict=True)]
         if self.momentum:
             if self.buffers is None:
                 self.buffers = [x.clone() for x in d]
@@ -75,7 +76,7 @@ class SGDTwin:
             d = [x + self.momentum * b for x, b in zip(d, self.buffers, strict=True)] if self.nesterov else self.buffers
         self.f = followed(self.average(F), F, self.beta)
         with torch.no_grad():
-            for p, lr, x in zip(self.params, self.lr, d, strict=True):
+            for p, lr, x in zip(self.params, each(self.lr, self.params), d, strict=True):
                 p -= lr * x
 
 
@@ -101,7 +102,7 @@ class AdamTwin:
     ):
         self.second_moment = second_moment
         self.params, self.betas, self.eps = list(params), betas, eps
-        self.lr, self.weight_decay = each(lr, self.params), each(weight_decay, self.params)
+        self.lr, self.weight_decay = lr, weight_decay  # of all parameters, or one for each in a list
         self.decoupled, self.sign = decoupled, -1.0 if maximize else 1.0
         self.rho, self.delta, self.f0, self.t = rho, delta, f0, 0
         self.m = [torch.zeros_like(p) for p in self.params]
@@ -125,8 +126,8 @@ class AdamTwin:
         self.t += 1
         b1, b2 = self.betas
         with torch.no_grad():
-            for i, p in enumerate(self.params):
-                lr, decay = self.lr[i], self.weight_decay[i]
+            numbers = zip(self.params, each(self.lr, self.params), each(self.weight_decay, self.params), strict=True)
+            for i, (p, lr, decay) in enumerate(numbers):
                 ridge = 0.0 if self.decoupled else decay * p
                 if self.decoupled:
                     p -= lr * decay * p
