@@ -36,7 +36,6 @@ def ensure(
     `checksums` are those of unpacked files. They bind what was downloaded, not what the user has put there.
     """
     paths = [folder / name for name in wanted]
-    lost = "" if files.exists(folder) else f"there is no folder {folder}: "
     if not all(map(files.exists, paths)):
         try:
             for source in sources:
@@ -47,6 +46,7 @@ def ensure(
                     raise LabError(f"{name}: the checksum is not {checksum}")
         except LabError as error:
             missing = next(path for path in paths if not files.exists(path))
+            lost = f"the folder {folder} is missing or empty: " if _is_empty(folder) else ""
             raise LabError(
                 f"{lost}{missing} is missing and could not be downloaded ({error}): put the files of "
                 f"{' '.join(s.url for s in sources)} there, or name their folder with --data"
@@ -55,6 +55,11 @@ def ensure(
         if not path.exists():
             raise LabError(f"{path} is missing, also after unpacking {' '.join(s.name for s in sources)}")
     return paths
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing in it, or it is not there; an attempt to download may have made it."""
+    return not files.exists(folder) or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def fetch(source: Source, folder: Path) -> Path:
