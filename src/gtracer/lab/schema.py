@@ -61,12 +61,11 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1), must_be(f"a whole number of at
 Flag = Annotated[bool, must_be("True or False")]
 # A pattern is also what makes pydantic look at the characters: halves of one, which JSON can hold, are no text.
 Words = Annotated[str, Field(pattern=""), must_be("text")]
-Line = Annotated[
+Name = Annotated[
     str,
-    Field(max_length=4096, pattern="^[^\x00-\x1f\x7f]*$"),
-    must_be("a str of at most 4096 characters without control characters"),
+    Field(min_length=1, max_length=4096, pattern="^[^\x00-\x1f\x7f]*$"),
+    must_be("a str, neither empty nor with control characters"),
 ]
-Name = Annotated[Line, Field(min_length=1), must_be("a str, neither empty nor with control characters")]
 Number = Annotated[float, must_be("a finite number")]
 Positive = Annotated[float, Field(gt=0), must_be("a finite number above 0")]
 AtLeastZero = Annotated[float, Field(ge=0), must_be("a finite number in [0, inf]")]

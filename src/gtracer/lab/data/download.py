@@ -51,7 +51,6 @@ def ensure(
     `checksums` are those of unpacked files. They bind what was downloaded, not what the user has put there.
     """
     paths = [folder / name for name in wanted]
-    lost = "" if files.exists(folder) else f"there is no folder {folder}: "
     try:
         if _missing(paths):
             # The runs of a sweep want the same files at the same moment: one downloads, the others wait.
@@ -59,6 +58,7 @@ def ensure(
                 for source in sources if _missing(paths) else ():
                     _unpack(fetch(source, folder), folder, checksums or {})
     except LabError as error:
+        lost = f"the folder {folder} is missing or empty: " if _is_empty(folder) else ""
         raise LabError(
             f"{lost}{_missing(paths)} is missing and could not be downloaded ({error}): put the files of "
             f"{' '.join(s.url for s in sources)} there, or name their folder with --data"
@@ -70,6 +70,11 @@ def ensure(
 
 def _missing(paths: list[Path]) -> Path | None:
     return next((path for path in paths if not files.exists(path)), None)
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing in it, or it is not there; an attempt to download may have made it, with its lock."""
+    return not files.exists(folder) or (folder.is_dir() and not any(path.name[0] != "." for path in folder.iterdir()))
 
 
 def fetch(source: Source, folder: Path) -> Path:

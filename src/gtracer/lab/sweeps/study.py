@@ -19,7 +19,7 @@ from gtracer.lab import files
 from gtracer.lab.config import Config, Seed, parsed
 from gtracer.lab.errors import LabError, shown, unknown
 from gtracer.lab.results import archive
-from gtracer.lab.schema import STRICT, Line, Number, Words, must_be, problems
+from gtracer.lab.schema import STRICT, Number, must_be, problems
 
 NAME = "study.json"
 SHIPPED = Path(__file__).parent / "studies"
@@ -33,7 +33,8 @@ def _label(value: Any) -> Any:
 
 
 # What a study's file may say. Its options are looked at one by one, by the configuration whose they are.
-Label = Annotated[Line, BeforeValidator(_label)]
+Text = Annotated[str, must_be("text")]
+Label = Annotated[Text, BeforeValidator(_label)]
 Options = Annotated[dict[str, Any] | None, must_be("a mapping of options")]
 Seeds = Annotated[
     Annotated[int, Field(ge=1, le=MOST)] | Annotated[list[Seed], Field(min_length=1, max_length=MOST)],
@@ -54,8 +55,8 @@ class Setting(TypedDict, total=False):
 
 class Content(TypedDict, total=False):
     __pydantic_config__ = STRICT  # type: ignore[misc]
-    title: Words
-    about: Words
+    title: Text
+    about: Text
     base: Options
     seeds: Seeds
     settings: dict[Label, Setting | None] | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
@@ -13,12 +14,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from gtracer.lab import data, files
 from gtracer.lab.config import Config
-from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.errors import Interrupted, LabError, shown
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.training import effects, optimizers
 
+LONGEST = 1000  # characters of a label
 Engine = Callable[[list[Job]], Iterator[Event]]  # trains runs, and tells what becomes of them
 
 
@@ -38,6 +40,7 @@ def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings
         Interrupted: On Ctrl-C, after the runs under way were saved.
     """
     cells = study.configs(settings)
+    check_labels(study)
     for config in dict.fromkeys(replace(config, seed=0) for config in study.configs()):
         check(config)
     check_effects(study)
@@ -50,6 +53,16 @@ def check(config: Config) -> None:
     """Refuse names that nobody knows before anything is run."""
     data.check(config.task)
     optimizers.check(config)
+
+
+def check_labels(study: Study) -> None:
+    """Refuse what cannot be printed; a report of records that are there shows it as well as it can."""
+    for label in (*study.settings, *study.methods):
+        if len(label) > LONGEST or {unicodedata.category(c) for c in label} & {"Cc", "Cs"}:
+            raise LabError(f"a label must be at most {LONGEST} characters that can be printed, got {shown(label)}")
+    for text in (study.title, study.about):
+        if any(unicodedata.category(c) == "Cs" for c in text):
+            raise LabError(f"title and about must be whole characters, got {shown(text)}")
 
 
 def check_effects(study: Study) -> None:

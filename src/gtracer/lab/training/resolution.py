@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from gtracer import SAM
 from gtracer.experimental import PartialBatch, Precondition, PreviousStep, Ridge
 from gtracer.lab.training import optimizers
 from gtracer.lab.training.run import Run
-from gtracer.optim import TwoPassOptimizer
+from gtracer.optim import SAM, TwoPassOptimizer
 from gtracer.optim.methods import TraceRatio
 from gtracer.optim.reuse import Decayed
 from gtracer.optim.rules import AdamRule
