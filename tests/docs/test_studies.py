@@ -236,3 +236,19 @@ def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
     assert max(base - auto for base, _, auto in means) == pytest.approx(0.6)
     assert 20 < max(auto - base for base, _, auto in means) <= 25
     assert max(base - fixed for base, fixed, _ in means) == pytest.approx(50.7)
+
+
+def test_the_table_of_rho_finder_is_that_of_its_runs(capsys, monkeypatch):
+    """docs/choosing-rho.md, to the digit, and the sentence that follows from it."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("rho_finder")
+    text = (STUDIES.parent / "records" / "rho-finder" / "runs.jsonl").read_text()
+    module.print_table([json.loads(line) for line in text.splitlines()])
+    rows = capsys.readouterr().out.splitlines()
+    page = (STUDIES.parent / "docs" / "choosing-rho.md").read_text()
+    assert len(rows) == 20
+    assert all(row in page for row in rows[2:17])
+    told = re.findall(r"[+-]?\d+\.\d", rows[-1])
+    assert [float(x) for x in told] == [-2.0, -14.4, 11.9, -14.4]
+    assert "2.0 points below the best fixed ρ and 11.9 above ρ = 0" in page
+    assert float(re.findall(r"[+-]\d+\.\d", rows[17])[3]) == -36.7
