@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import AdamWTracer, FiniteDifference, SGDTracer, Tracer, curvature
 from gtracer.experimental import PreviousStep
-from gtracer.lab.benchmarks.estimators import peak
+from gtracer.lab.benchmarks.measurement import peak
 from gtracer.scopes import moved
 from problems import relative_error
 
