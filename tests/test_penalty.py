@@ -95,3 +95,57 @@ def test_non_finite():
     penalty.nonfinite = "skip"
     assert math.isnan(penalty((w * math.nan).sum()).item())
     assert torch.equal(penalty.state[w], before)
+
+
+def two_parameters(*, used=(True, True), dtype=torch.float32):
+    """A penalty in two groups that has seen the parameters that are `used`, and its parameters."""
+    params = [nn.Parameter(torch.tensor([2.0, 1.0], dtype=dtype)), nn.Parameter(torch.tensor([3.0], dtype=dtype))]
+    penalty = TracerPenalty([{"params": params[:1], "beta": 0.3}, {"params": params[1:]}], rho=0.5, delta=0.25)
+    penalty(sum((p**2).sum() for p, wanted in zip(params, used, strict=True) if wanted))
+    return penalty, params
+
+
+def test_loading_forgets_what_the_state_does_not_hold():
+    """f of a parameter that the loaded one has never seen starts anew, and the groups' numbers are the loaded ones."""
+    theirs, (first, second) = two_parameters(used=(True, False))
+    ours, (mine, other) = two_parameters()
+    ours.param_groups[0].update(rho=7.0, beta=0.9, delta=3.0, f0=1.0)
+    ours.load_state_dict(theirs.state_dict())
+    assert list(ours.state) == [mine]
+    assert torch.equal(ours.state[mine], theirs.state[first])
+    assert torch.equal(ours.state[mine], torch.tensor([16.0, 4.0]))  # (2w)²
+    assert ours.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+    ours((other**2).sum())
+    assert ours.trace_ratio.item() == pytest.approx(36 / (36 + 0.25))  # f₀ is the first squared gradient
+    assert second not in theirs.state
+
+
+def test_a_state_is_loaded_in_the_precision_of_the_parameters():
+    theirs, _ = two_parameters()
+    ours, params = two_parameters(dtype=torch.float64)
+    ours.load_state_dict(theirs.state_dict())
+    assert [ours.state[p].dtype for p in params] == [torch.float64] * 2
+    assert ours.state[params[1]].item() == 36.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["f"].pop(),  # a group fewer
+        lambda content: content["f"].append([]),
+        lambda content: content["f"][0].append(None),  # a parameter more, of no known shape
+        lambda content: content["f"][1].clear(),
+        lambda content: content["f"][1].__setitem__(0, torch.ones(2)),
+    ],
+    ids=["fewer groups", "more groups", "more parameters", "fewer parameters", "another shape"],
+)
+def test_a_refused_state_changes_nothing(change):
+    penalty, params = two_parameters()
+    content = penalty.state_dict()
+    content["param_groups"][0]["rho"] = 9.0
+    change(content)
+    before = {p: f.clone() for p, f in penalty.state.items()}
+    with pytest.raises(ValueError, match="this penalty has"):
+        penalty.load_state_dict(content)
+    assert penalty.param_groups[0]["rho"] == 0.5
+    assert all(torch.equal(penalty.state[p], before[p]) for p in params)

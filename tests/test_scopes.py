@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from gtracer import SGDTracer
-from gtracer.scopes import Copies, frozen_statistics
+from gtracer.scopes import Copies, PooledStatistics, frozen_statistics
 
 
 class Counting(nn.Module):
@@ -80,3 +80,45 @@ def test_a_step_after_the_model_was_moved_or_changed():
         opt.step(lambda: model(x).square().mean())
         assert model[1].num_batches_tracked == count
         assert model[2].num_batches_tracked == count - 1
+
+
+class Buffered(nn.Module):
+    """One buffer of each kind; a pass over a part is `model.moves(…)`."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, -2.0]))
+        self.register_buffer("phase", torch.tensor([1.0 + 1.0j]))
+        self.register_buffer("count", torch.tensor(5))
+        self.register_buffer("seen", torch.tensor([True, True, False, False]))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def moves(self, by):
+        self.mean = self.mean + by  # another tensor in its place
+        self.phase.add_(by * 1.0j)
+        self.count.add_(3)
+        self.seen.copy_(torch.tensor([True, False, False, True]))
+
+
+def test_pooled_statistics_of_every_kind():
+    """Means of the moves; counters and flags as after one pass."""
+    model = Buffered()
+    mean, mask = model.mean, model.mask
+    pooled = PooledStatistics(model)
+    for share, by in ((0.25, 4.0), (0.75, 8.0)):
+        with pooled.part(share):
+            # Every part starts from the same statistics.
+            assert model.mean is mean
+            assert model.count == 5
+            assert model.mean.tolist() == [1.0, -2.0]
+            model.moves(by)
+    pooled.conclude()
+    assert model.mean is mean
+    assert model.mean.tolist() == [8.0, 5.0]  # + 0.25 · 4 + 0.75 · 8
+    assert model.phase.item() == 1.0 + 8.0j
+    assert model.count == 8
+    assert model.count.dtype == torch.int64
+    assert model.seen.tolist() == [True, False, False, True]
+    assert model.seen.dtype == torch.bool
+    assert model.mask is mask
+    assert model.mask.tolist() == [0.0, -torch.inf]  # −∞ has not moved, and is no NaN

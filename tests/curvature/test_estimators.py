@@ -7,7 +7,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from gtracer import SGDTracer, variational
 from gtracer import curvature as c
-from gtracer.curvature import products
+from gtracer.curvature import layers, products
+from gtracer.experimental import vectorised_micro_batch
 from support.estimates import diagonal, evaluate, weights_function
 from support.networks import CASES, conv, encoder, group_norm, make, mlp, regression
 from support.problems import relative_error
@@ -243,3 +244,67 @@ def test_squared_outer_products_against_gradcheck():
 def test_estimators_refuse_bad_numbers(make_estimator):
     with pytest.raises(ValueError, match="must be"):
         make_estimator()
+
+
+def test_a_choice_says_what_it_is():
+    for numerator in (c.gradient_magnitude, c.per_example):
+        for average in (c.gradient_magnitude, c.per_example):
+            both = numerator is average is c.gradient_magnitude
+            assert c.Choice(numerator, average).is_default is both
+            assert c.Choice(numerator, average).needs_layers is not both
+
+
+def test_what_the_average_measures_is_its_own():
+    """Another estimator's F, or the absolute value of the same: the probes are not drawn again."""
+    made = make(mlp)
+    for numerator, average in ((c.gradient_magnitude, c.hutchinson()), (c.hutchinson(), c.hutchinson())):
+        at = c.Evaluation(made.loss_of(), made.params, differentiable=True)
+        torch.manual_seed(3)
+        F, measured = c.Choice(numerator, average).measure(at)
+        torch.manual_seed(3)
+        probed = [x.detach().abs() for x in c.hutchinson()(at)]
+        assert relative_error(list(measured), probed) == 0
+        assert not any(x.requires_grad for x in measured)
+        squared = [g.detach() ** 2 for g in at.gradients]
+        expected = squared if numerator is c.gradient_magnitude else probed
+        assert relative_error([x.detach().abs() for x in F], expected) == 0
+
+
+def test_what_estimators_do_where_nothing_is_said():
+    assert c.monte_carlo_fisher() == c.monte_carlo_fisher(cross_entropy, samples=1, temperature=0.5)
+    assert c.gauss_newton() == c.gauss_newton(cross_entropy, samples=1, exact_up_to=16)
+    assert c.hutchinson() == c.hutchinson(1, spatial=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "new"), [(True, r"gtracer\.experimental\.vectorised_micro_batch\(m\)"), (False, r"micro_batch\(m\)")]
+)
+def test_the_old_argument_of_micro_batch(given, new):
+    with pytest.warns(DeprecationWarning, match=rf"^micro_batch\(m, vectorised={given}\) .*: use {new}$"):
+        made = c.micro_batch(3, vectorised=given)
+    assert made == (vectorised_micro_batch(3) if given else c.micro_batch(3))
+
+
+@pytest.mark.parametrize(
+    ("path", "layer", "shape"),
+    [
+        (layers.Linear, nn.Linear(4, 3), (5, 6, 4)),
+        (layers.Linear, nn.Linear(4, 3), (5, 4)),
+        (layers.Conv2d, nn.Conv2d(2, 3, 3, padding=1), (5, 2, 6, 6)),
+        (layers.Conv2d, nn.Conv2d(2, 3, 3, padding=1, bias=False), (5, 2, 6, 6)),
+    ],
+    ids=["sequence", "linear", "convolution", "without bias"],
+)
+def test_a_layer_that_is_not_moved_computes_as_the_layer_does(path, layer, shape):
+    """In the precision of autocast too, so that the two passes of a difference differ by the move alone."""
+    x = torch.randn(shape)
+    for mixed in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            plain = layer(x)
+            made = path(layer, x, torch.randn_like(plain)).moved(x, {})
+        tolerance = {"rtol": 1e-6, "atol": 1e-6} if not mixed else {"rtol": 2**-7, "atol": 2**-8}
+        torch.testing.assert_close(made.to(plain.dtype), plain, **tolerance)
+        if mixed:
+            exact = layer.float()(x)
+            rounding = (plain.float() - exact).abs().max()
+            assert (made.float() - exact).abs().max() > rounding / 8  # not computed in float32

@@ -139,3 +139,39 @@ def test_batch_norm_in_the_numerator_of_hutchinson_is_still_refused():
     opt = SGDTracer(net.parameters(), rho=0.003, model=net, curvature=hutchinson(), average=gradient_magnitude)
     with pytest.raises(ValueError, match="third derivative of BatchNorm"):
         opt.step(lambda: functional.cross_entropy(net(x), y))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_what_a_convolution_does_where_nothing_is_said(dimensions):
+    """As a function, called with input and weight alone, or with one number or a list of one for all axes."""
+    convolution = getattr(functional, f"conv{dimensions}d")
+    x, w = torch.randn(2, 2, *[6] * dimensions).double(), torch.randn(4, 2, *[3] * dimensions).double()
+    for words in ({}, {"stride": 2}, {"padding": 2}, {"dilation": 2}, {"stride": [2], "padding": [1], "dilation": [2]}):
+        with SecondDerivatives():
+            found = convolution(x, w, **words)
+        torch.testing.assert_close(found, convolution(x, w, **words), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("words", [{}, {"momentum": 0.3}, {"eps": 0.5}], ids=str)
+def test_what_batch_norm_does_where_nothing_is_said(words):
+    """In training with scale and offset; anything less is torch's own affair, as is what it refuses."""
+    x, scale, offset = torch.randn(4, 3).double(), torch.rand(3).double(), torch.rand(3).double()
+    found, expected = (
+        (torch.zeros(3).double(), torch.ones(3).double()),
+        (torch.zeros(3).double(), torch.ones(3).double()),
+    )
+    with SecondDerivatives():
+        outputs = [
+            functional.batch_norm(x, *found, scale, offset, training=True, **words),
+            functional.batch_norm(x, *found, scale, offset, **words),
+            functional.batch_norm(x, *found, training=True, **words),
+        ]
+        with pytest.raises(ValueError, match="more than 1 value"):
+            functional.batch_norm(x[:1], *found, scale, offset, training=True)
+    plain = [
+        functional.batch_norm(x, *expected, scale, offset, training=True, **words),
+        functional.batch_norm(x, *expected, scale, offset, **words),
+        functional.batch_norm(x, *expected, training=True, **words),
+    ]
+    torch.testing.assert_close(outputs, plain)
+    torch.testing.assert_close(found, expected)

@@ -379,3 +379,29 @@ def test_a_failure_is_told_and_nobody_left_behind(children):
     with pytest.raises(AssertionError, match="on purpose"):
         together(failing)
     assert not children()
+
+
+def test_the_penalty_of_each_process_in_buckets():
+    expected = alone("SGDTracer", curvature=micro_batch(BATCH // 2))
+    agree(together(ddp, "SGDTracer", {}, {"penalty": "each"}, True), expected)
+
+
+def accumulating_in_buckets(rank, penalty, own):
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=True)
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model, **own)
+    for x, y in batches():
+        parts = list(zip(*(t[half(rank)].split(3) for t in (x, y)), strict=True))
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=parts, penalty=penalty)
+    return flat(model.parameters()), flat(averages(opt))
+
+
+CENTRAL = {"engine": FiniteDifference(central=True)}
+
+
+@pytest.mark.parametrize(
+    ("penalty", "own", "same"),
+    [("whole", {}, {}), ("whole", CENTRAL, CENTRAL), ("each", CENTRAL, {"curvature": micro_batch(3), **CENTRAL})],
+    ids=["whole", "central", "each"],
+)
+def test_accumulation_in_buckets(penalty, own, same):
+    agree(together(accumulating_in_buckets, penalty, own), alone("SGDTracer", **same))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gtracer import FiniteDifference, SGDTracer
+from gtracer.curvature import gradient_magnitude, per_example
 from gtracer.optim.engines import direction, exact, finite_difference
 from support.problems import PROBLEMS, Problem, Vector, make, quadratic, relative_error, spd, tanh_mlp
 
@@ -157,3 +158,34 @@ def test_any_quadratic(size, seed, f, delta, radius):
     true = 2 * A @ (A @ model.w.detach() / (f + delta))
     for engine, options in [(exact, {}), (finite_difference, {"radius": radius})]:
         assert relative_error(penalty_gradient(problem, f, delta, engine, **options), [true]) < 1e-9
+
+
+@pytest.mark.parametrize("central", [False, True])
+def test_examples_that_move_by_themselves_have_this_closed_form(central):
+    """l_i = (w x_i)³/3, so g_i = w² x_i³, and both differences are known to the last term, at any radius."""
+    torch.manual_seed(0)
+    layer = nn.Linear(1, 1, bias=False).double()
+    x = torch.randn(5, 1, dtype=torch.float64)
+    rho, delta, f0, radius = 0.3, 0.2, 0.5, 0.7
+    options = {"curvature": per_example, "engine": FiniteDifference(radius, central), "model": layer}
+    opt = SGDTracer(layer.parameters(), lr=0.0, rho=rho, delta=delta, f0=f0, **options)
+    opt.step(lambda: (layer(x) ** 3).mean() / 3)
+    w, g = layer.weight.item(), layer.weight.item() ** 2 * x**3
+    u = rho * g / (f0 + delta)
+    error = 0.0 if central else 2 * radius / (u**2).mean().sqrt() * (u**2 * x**3).mean()
+    expected = (4 * w * x**3 * u).mean() + error
+    assert (layer.weight.grad - g.mean()).item() == pytest.approx(expected.item(), rel=1e-12)
+    assert opt.stats.trace_ratio == pytest.approx((g**2).mean().item() / (f0 + delta), rel=1e-12)
+
+
+@pytest.mark.parametrize("central", [False, True])
+@pytest.mark.parametrize("curvature", [gradient_magnitude, per_example])
+def test_a_vanished_gradient_has_no_penalty(curvature, central):
+    """And not 0/0."""
+    layer = nn.Linear(2, 1, bias=False).double()
+    options = {"curvature": curvature, "engine": FiniteDifference(central=central), "model": layer}
+    opt = SGDTracer(layer.parameters(), lr=0.1, rho=0.3, nonfinite="ignore", **options)
+    before = layer.weight.detach().clone()
+    opt.step(lambda: layer(torch.zeros(3, 2, dtype=torch.float64)).square().mean())
+    assert torch.equal(layer.weight.grad, torch.zeros(1, 2, dtype=torch.float64))
+    assert torch.equal(layer.weight.detach(), before)

@@ -2,12 +2,13 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from gtracer import Clip, FiniteDifference, SGDTracer
+from gtracer import Clip, FiniteDifference, NonFiniteError, SGDTracer
 from gtracer.experimental import PreviousStep
 from support.optimizers import every_optimiser, same, snapshot, with_plain_closure, with_torch_closure, without_closure
 from support.problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error, tanh_mlp
@@ -350,3 +351,86 @@ def test_a_step_is_gone_after_it(own, monkeypatch):
             assert all(step() is None for step in steps)
     finally:
         gc.enable()
+
+
+def batch_norm_problem(maker, **own):
+    """After one step, with a gradient of the user's own in each place, and what there is then."""
+    made = make(conv_batch_norm)
+    opt = maker(made.model.parameters(), model=made.model, **own)
+    opt.step(lambda: made.loss_of(0))
+    mine = [torch.full_like(p, 7.0) for p in made.model.parameters()]
+    for p, g in zip(made.model.parameters(), mine, strict=True):
+        p.grad = g
+    return made, opt, mine, made.everything()
+
+
+def as_before(made, mine, before):
+    gradients = zip(made.model.parameters(), mine, strict=True)
+    assert all(p.grad is g and (g is None or bool((g == 7).all())) for p, g in gradients)
+    assert all(torch.equal(a, b) for a, b in zip(made.everything(), before, strict=True))
+
+
+@every_optimiser
+@pytest.mark.parametrize("fail_at", [1, 2])
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+def test_after_an_error_gradients_and_statistics_are_those_before_the_step(maker, fail_at, nonfinite):
+    """Also those that the failed pass itself has moved."""
+    made, opt, mine, before = batch_norm_problem(maker, nonfinite=nonfinite)
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        loss = made.loss_of(1)
+        if calls == fail_at:
+            raise Interrupted
+        return loss
+
+    with pytest.raises(Interrupted):
+        opt.step(closure)
+    as_before(made, mine, before)
+
+
+@every_optimiser
+@pytest.mark.parametrize("bad", [1, 2])
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_after_a_loss_that_is_not_finite_too(maker, bad, nonfinite):
+    made, opt, mine, before = batch_norm_problem(maker, nonfinite=nonfinite)
+    calls = 0
+
+    def closure():
+        nonlocal calls
+        calls += 1
+        return made.loss_of(1) * (torch.nan if calls == bad else 1.0)
+
+    with pytest.raises(NonFiniteError) if nonfinite == "raise" else nullcontext():
+        opt.step(closure)
+    as_before(made, mine, before)
+    assert opt.steps == 1
+
+
+@every_optimiser
+def test_after_an_error_in_the_scope_they_are_those_of_the_first_pass(maker):
+    """Statistics have seen the first pass, and the gradients are the first pass's own."""
+    made, opt, _, _ = batch_norm_problem(maker)
+    opt.zero_grad()
+    made.loss_of(1).backward()
+    gradients = [p.grad for p in made.model.parameters()]
+    values, after_first = [g.clone() for g in gradients], made.everything()
+
+    def interrupted():
+        with opt.perturbed():
+            made.loss_of(1).backward()
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        interrupted()
+    assert all(p.grad is g for p, g in zip(made.model.parameters(), gradients, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, values, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(made.everything(), after_first, strict=True))
+    for _ in range(2 if opt.is_central else 1):
+        with opt.perturbed():
+            made.loss_of(1).backward()
+    opt.step()
+    statistics = list(made.model.buffers())
+    assert statistics[-1] == 2  # one pass a step

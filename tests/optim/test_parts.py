@@ -9,6 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import SAM, Clip, FiniteDifference, NonFiniteError, SGDTracer
 from gtracer.curvature import hutchinson, micro_batch
+from gtracer.optim.parts import Pool
+from gtracer.optim.step import Slice, Step
 from support.batches import OPTIMIZERS, TRACER, Setting, cut, everyone, plain
 
 # Micro-batches.
@@ -353,3 +355,43 @@ def test_what_is_differentiated_twice_refuses_a_scaler():
     opt = SGDTracer(setting.start.parameters(), engine="exact")
     with pytest.raises(RuntimeError, match="bfloat16"):
         opt.step(lambda: cross_entropy(setting.start(setting.x[0]), setting.y[0]), scaler=scaler())
+
+
+def test_the_pool_keeps_nothing_that_the_next_part_writes_over():
+    """Gradients of DistributedDataParallel may be views of one bucket (gradient_as_bucket_view), filled anew."""
+    p, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    bucket, change = torch.zeros(2), torch.zeros(2)
+    group = {"params": [p, unused]}
+    pool = Pool()
+    for share, g, h, loss, ratio in (
+        (0.25, [1.0, 2.0], [8.0, 0.0], 4.0, 0.5),
+        (0.75, [5.0, -2.0], [0.0, 4.0], 8.0, 1.5),
+    ):
+        bucket.copy_(torch.tensor(g))
+        change.copy_(torch.tensor(h))
+        part = Slice(group, {"rho": 1.0}, [p], [bucket])
+        pool.add(Step([part], torch.tensor(loss), trace_ratio=torch.tensor(ratio), penalty=[change]), share)
+    bucket.fill_(torch.nan)
+    change.fill_(torch.nan)
+    step = pool.step([Slice(group, {"rho": 1.0}, [p, unused], [])], own_curvature=True)
+    assert step.params == [p]
+    assert step.gradients[0].tolist() == [4.0, -1.0]
+    assert step.penalty[0].tolist() == [2.0, 3.0]
+    assert step.renewed
+    assert step.slices[0].measured[0].tolist() == [0.25 * 1 + 0.75 * 25, 0.25 * 4 + 0.75 * 4]
+    assert step.loss == 7.0
+    assert step.trace_ratio == 1.25
+    assert list(pool.curvature) == [p]
+    assert pool.step([Slice(group, {}, [p], [])], own_curvature=False).slices[0].measured[0].tolist() == [16.0, 1.0]
+
+
+def test_a_pool_without_penalties_has_none():
+    p, pool = nn.Parameter(torch.zeros(1)), Pool()
+    group = {"params": [p]}
+    pool.add(Step([Slice(group, {}, [p], [torch.ones(1)])], None), 1.0)
+    step = pool.step([Slice(group, {}, [p], []), Slice({"params": []}, {}, [], [])], own_curvature=False)
+    assert step.penalty is None
+    assert not step.renewed
+    assert step.loss is None
+    assert step.trace_ratio is None
+    assert len(step.slices) == 1

@@ -166,3 +166,36 @@ def test_help_is_readable(capsys):
         assert line in printed
     assert textwrap.dedent(SGDTracer.__doc__ or "").count("Args:") == 1
     assert Clip(norm=1.0).norm == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cls", "base"),
+    [(SGDTracer, torch.optim.SGD), (AdamTracer, torch.optim.Adam), (AdamWTracer, torch.optim.AdamW)],
+)
+def test_where_nothing_is_said_it_is_torchs(cls, base):
+    """Every argument that both have has one default, in the signature and in the groups."""
+    own, torchs = inspect.signature(cls).parameters, inspect.signature(base).parameters
+    shared = own.keys() & torchs.keys()
+    assert shared >= {"lr", "weight_decay", "maximize", "foreach"}
+    assert {name: own[name].default for name in shared} == {name: torchs[name].default for name in shared}
+    params = [nn.Parameter(torch.ones(1))]
+    ours, theirs = cls(params).param_groups[0], base(params).param_groups[0]
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+@pytest.mark.parametrize("cls", [SGDTracer, Tracer, AdamTracer, AdamWTracer])
+def test_where_nothing_is_said_the_penalty_is_algorithm_1s(cls):
+    """f₀ is the first F, ρ sets itself, the numbers are those of docs/algorithm.md."""
+    opt = made(cls)
+    hyper = opt.hyperparameters(opt.param_groups[0])
+    beta = {} if "Adam" in cls.__name__ else {"beta": 0.1}  # Adam's is 1 − betas[1]
+    assert hyper == {"rho": 0.0, "delta": 1e-2, "f0": "first-gradient"} | beta
+    assert opt.sets_rho
+    assert (opt.interval, opt.reuse, opt.clip, opt.nonfinite) == (1, None, None, "raise")
+    penalty = gtracer.TracerPenalty([nn.Parameter(torch.ones(1))]).param_groups[0]
+    assert {name: penalty[name] for name in ("rho", "beta", "delta", "f0")} == {
+        "rho": 3e-3,
+        "beta": 0.1,
+        "delta": 1e-2,
+        "f0": "first-gradient",
+    }
