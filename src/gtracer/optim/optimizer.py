@@ -486,10 +486,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             checks.hyperparameters(self.hyperparameters(group))
             self.rule.check_group(group)
-        if self._verdicts:
-            self._hear_verdicts()
         if is_capturing():
             refusals.check_capture(self)
+        elif self._verdicts:  # whether they have come cannot be asked in a capture
+            self._hear_verdicts()
 
     def _completed(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         """The group with the defaults for what it leaves out, checked."""
@@ -514,7 +514,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _hear_verdicts(self) -> None:
         """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
-        waits = self.nonfinite == "raise" and not is_capturing()
+        waits = self.nonfinite == "raise"
         heard = [verdict for verdict in self._verdicts if waits or verdict.is_there]
         self._verdicts = [verdict for verdict in self._verdicts if verdict not in heard]
         failed = sum(not verdict.is_healthy for verdict in heard)
