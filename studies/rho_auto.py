@@ -3,10 +3,13 @@
     python studies/rho_auto.py --out records/rho-auto/runs.jsonl --seeds 5 6 7
 
 Small problems that take seconds each on one core: right and noisy labels, with and without batch norm, few images,
-tables, sequences, a regression with outliers; SGD and Adam, learning rates 0.005 to 0.1. Rows are the base optimiser,
-fixed values of ρ, and ρ that sets itself, with a tenth of the data held out and without. Runs that are in the file
-already are not made again. The table has accuracy on clean test data at the last epoch (R² of the regressions), in per
-cent.
+tables, sequences, a regression with outliers; SGD and Adam, learning rates 0.005 to 0.1. With `--cifar FOLDER`, which
+holds `cifar-100-python`, also a ResNet on images of CIFAR-100 at half their size, of minutes each.
+
+Columns are the base optimiser; the best of eight fixed values of ρ, each trained without a tenth of the data, which
+judges it, and the best then trained on all of it; 0.003; and ρ that sets itself, told how long an epoch is, not told,
+and by a tenth of the data that is held out. Runs that are in the file already are not made again. The table has accuracy
+on clean test data at the last epoch (R² of the regression), in per cent.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
 import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,12 +31,14 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits, make_classification
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import avg_pool2d, cross_entropy, mse_loss
 
 from gtracer import AdamTracer, NonFiniteError, SGDTracer
 from gtracer.optim import TwoPassOptimizer
 
 BATCH, HELD_OUT = 50, 0.1
+FIXED = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+METHODS = ("base", "best fixed", "0.003", "auto", "auto, not told", "auto, held out")
 Data = tuple[Tensor, Tensor, int]  # all examples, how many of them are for training
 
 
@@ -46,6 +52,7 @@ class Problem:
     adam: bool = False
     lr: float = 0.02
     epochs: int = 40
+    batch: int = BATCH
 
 
 def digits(seed: int) -> Data:
@@ -94,6 +101,13 @@ def sequences(seed: int) -> Data:
     return torch.tensor(x), torch.tensor(y), 1000
 
 
+def clusters(seed: int) -> Data:
+    """Ten clusters in 20 dimensions; 400 points for training."""
+    generator = torch.Generator().manual_seed(seed)
+    centres, y = 2 * torch.randn(10, 20, generator=generator), torch.randint(10, (2400,), generator=generator)
+    return centres[y] + torch.randn(2400, 20, generator=generator), y, 400
+
+
 def curve(seed: int) -> Data:
     """A smooth function of eight numbers, with a tenth of the training values far off."""
     generator = torch.Generator().manual_seed(seed + 5)
@@ -104,6 +118,26 @@ def curve(seed: int) -> Data:
     off = torch.rand(600, generator=generator) < 0.1
     y[:600] += 2 * torch.randn(600, generator=generator) * off
     return x, y, 600
+
+
+@cache
+def cifar(folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Images of 16 × 16 with the 20 coarse labels: for training, for testing."""
+    parts = []
+    for name in ("train", "test"):
+        rows = pickle.loads((folder / "cifar-100-python" / name).read_bytes(), encoding="latin1")
+        images = torch.tensor(np.asarray(rows["data"])).reshape(-1, 3, 32, 32).float() / 255
+        parts.append((avg_pool2d(images, 2), torch.tensor(rows["coarse_labels"])))
+    mean, std = (f(parts[0][0], (0, 2, 3), keepdim=True) for f in (torch.mean, torch.std))
+    return [((x - mean) / std, y) for x, y in parts]
+
+
+def images(folder: Path, seed: int) -> Data:
+    """8,000 of them, and 3,000 for testing."""
+    (x, y), (test_x, test_y) = cifar(folder)
+    kept, tested = (torch.randperm(len(z), generator=torch.Generator().manual_seed(seed)) for z in (y, test_y))
+    kept, tested = kept[:8000], tested[:3000]
+    return torch.cat([x[kept], test_x[tested]]), torch.cat([y[kept], test_y[tested]]), 8000
 
 
 def mlp(sizes: tuple[int, ...], norm: bool = False, activation: type[nn.Module] = nn.ReLU) -> nn.Module:
@@ -141,6 +175,30 @@ class Reader(nn.Module):
         return out
 
 
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*convolution(before, after, stride), nn.ReLU(), *convolution(after, after, 1))
+        short = [nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after)]
+        self.shortcut = nn.Identity() if before == after else nn.Sequential(*short)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x) + self.shortcut(x))
+
+
+def convolution(before: int, after: int, stride: int) -> list[nn.Module]:
+    return [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after)]
+
+
+def resnet8() -> nn.Module:
+    blocks = Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)
+    return nn.Sequential(
+        *convolution(3, 16, 1), nn.ReLU(), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 20)
+    )
+
+
 DEEP = (64, 96, 96, 96, 96, 96, 10)
 PROBLEMS = {
     "digits": Problem(digits, partial(mlp, (64, 128, 128, 10), True), epochs=30),
@@ -149,7 +207,10 @@ PROBLEMS = {
     "digits, 50% noise, lr 0.005": Problem(digits, partial(mlp, (64, 128, 128, 10), True), 0.5, lr=0.005, epochs=60),
     "digits, 50% noise, Adam": Problem(digits, partial(mlp, (64, 128, 128, 10), True), 0.5, True, 1e-3, 50),
     "digits, five layers, 50% noise": Problem(digits, partial(mlp, DEEP, True), 0.5, epochs=50),
+    "digits, batch 10": Problem(digits, partial(mlp, (64, 128, 128, 10), True), epochs=15, batch=10),
+    "digits, 50% noise, batch 10": Problem(digits, partial(mlp, (64, 128, 128, 10), True), 0.5, epochs=25, batch=10),
     "digits, GELU, no batch norm": Problem(digits, partial(mlp, (64, 128, 128, 10), False, nn.GELU), lr=0.1, epochs=30),
+    "clusters, 50% noise, lr 0.05": Problem(clusters, partial(mlp, (20, 128, 10), True), 0.5, lr=0.05),
     "table, 40% noise": Problem(table, partial(mlp, (20, 96, 96, 5)), 0.4, epochs=50),
     "table, Adam": Problem(table, partial(mlp, (20, 96, 96, 5)), adam=True, lr=1e-3),
     "shapes, batch norm": Problem(shapes, partial(cnn, True)),
@@ -174,45 +235,67 @@ def noisy(y: Tensor, rate: float, seed: int) -> Tensor:
     return torch.where(torch.rand(len(y), generator=generator) < rate, drawn, y)
 
 
-def optimizer(problem: Problem, model: nn.Module, method: str, held_out: Callable[[], Tensor]) -> Any:
+def with_images(folder: Path) -> dict[str, Problem]:
+    """The problems that want CIFAR-100."""
+    data = partial(images, folder)
+    return {
+        "images, ResNet-8, lr 0.1": Problem(data, resnet8, lr=0.1, epochs=15),
+        "images, ResNet-8, 40% noise, lr 0.1": Problem(data, resnet8, 0.4, lr=0.1, epochs=30),
+    }
+
+
+def optimizer(problem: Problem, model: nn.Module, method: str, steps: int, held_out: Callable[[], Tensor]) -> Any:
     params, lr = model.parameters(), problem.lr
     if method == "base":
         return torch.optim.Adam(params, lr) if problem.adam else torch.optim.SGD(params, lr, momentum=0.9)
-    own: dict[str, Any] = {"held_out": held_out} if method == "auto, held out" else {}
-    own |= {} if method.startswith("auto") else {"rho": float(method)}
+    own: dict[str, Any] = {
+        "auto": {"steps_per_epoch": steps},
+        "auto, not told": {},
+        "auto, held out": {"held_out": held_out},
+    }.get(method) or ({} if method.startswith("auto") else {"rho": float(method)})
     if problem.adam:
         return AdamTracer(params, lr, model=model, **own)
     return SGDTracer(params, lr, 0.9, model=model, **own)
 
 
-def run(name: str, method: str, seed: int) -> dict[str, Any]:
-    """One training run, and what came of it."""
+def run(problem: Problem, name: str, method: str, seed: int) -> dict[str, Any]:
+    """One row of the file: a training, or for the best fixed ρ a training of each, and of the best once more."""
     torch.set_num_threads(1)
-    problem = PROBLEMS[name]
+    if method != "best fixed":
+        kept = HELD_OUT if method == "auto, held out" else 0.0
+        rho, _, test = train(problem, method, seed, kept)
+        return {"problem": name, "method": method, "seed": seed, "test": test, "rho": rho}
+    judged = {rho: train(problem, f"{rho:g}", seed, HELD_OUT)[1] for rho in FIXED}
+    best = max(judged, key=lambda rho: -math.inf if judged[rho] is None else judged[rho])
+    _, _, test = train(problem, f"{best:g}", seed, 0.0)
+    return {"problem": name, "method": method, "seed": seed, "test": test, "rho": [best], "held_out": judged}
+
+
+def train(problem: Problem, method: str, seed: int, kept: float) -> tuple[list[float], float | None, float | None]:
+    """ρ after each epoch, and the score on what is held out and on test data; None where training diverged."""
     x, y, count = problem.data(seed)
     train_x, train_y = x[:count], noisy(y[:count], problem.noise, seed)
-    kept = int(count * HELD_OUT) if method == "auto, held out" else 0
-    held_x, held_y, train_x, train_y = train_x[:kept], train_y[:kept], train_x[kept:], train_y[kept:]
+    held = int(count * kept)
+    held_x, held_y, train_x, train_y = train_x[:held], train_y[:held], train_x[held:], train_y[held:]
     torch.manual_seed(seed)
     model = problem.model()
-    opt = optimizer(problem, model, method, lambda: loss_of(model, held_x, held_y))
-    steps = len(train_y) // BATCH
+    steps = len(train_y) // problem.batch
+    opt = optimizer(problem, model, method, steps, lambda: loss_of(model, held_x, held_y))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, problem.epochs * steps)
     rhos = []
-    result: dict[str, Any] = {"problem": name, "method": method, "seed": seed, "test": None, "rho": rhos}
     try:
         for _ in range(problem.epochs):
-            for rows in batches(len(train_y)):
+            for rows in batches(len(train_y), problem.batch):
                 step(opt, model, train_x[rows], train_y[rows])
                 schedule.step()
             rhos.append(opt.param_groups[0].get("rho", 0.0))
-    except NonFiniteError:  # diverged
-        return result
-    return result | {"test": score(model, x[count:], y[count:])}
+    except NonFiniteError:
+        return rhos, None, None
+    return rhos, score(model, held_x, held_y) if held else None, score(model, x[count:], y[count:])
 
 
-def batches(size: int) -> Iterator[Tensor]:
-    yield from torch.split(torch.randperm(size)[: size // BATCH * BATCH], BATCH)
+def batches(size: int, batch: int = BATCH) -> Iterator[Tensor]:
+    yield from torch.split(torch.randperm(size)[: size // batch * batch], batch)
 
 
 def step(opt: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -236,7 +319,7 @@ def score(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def print_table(runs: list[dict[str, Any]], methods: list[str]) -> None:
     print("| | " + " | ".join(methods) + " |\n|" + " --- |" * (1 + len(methods)))
-    for name in PROBLEMS:
+    for name in dict.fromkeys([*PROBLEMS, *(r["problem"] for r in runs)]):
         cells = []
         for method in methods:
             own = [r["test"] for r in runs if (r["problem"], r["method"]) == (name, method)]
@@ -251,15 +334,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a file of one run a line, added to")
     parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
-    parser.add_argument("--methods", nargs="+", default=["base", "0.003", "auto", "auto, held out"], help="or any ρ")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="or any ρ")
+    parser.add_argument("--cifar", type=Path, help="a folder that holds cifar-100-python: two more problems")
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     runs = [json.loads(line) for line in asked.out.read_text().splitlines()] if asked.out.exists() else []
     made = {(r["problem"], r["method"], r["seed"]) for r in runs}
-    wanted = [(name, method, seed) for seed in asked.seeds for name in PROBLEMS for method in asked.methods]
+    problems = PROBLEMS | (with_images(asked.cifar) if asked.cifar else {})
+    wanted = [(name, method, seed) for seed in asked.seeds for method in asked.methods for name in problems]
     with ProcessPoolExecutor(asked.workers) as pool, asked.out.open("a") as file:
-        for future in as_completed([pool.submit(run, *one) for one in wanted if one not in made]):
+        left = [pool.submit(run, problems[one[0]], *one) for one in wanted if one not in made]
+        for future in as_completed(left):
             runs.append(future.result())
             file.write(json.dumps(runs[-1]) + "\n")
             file.flush()

@@ -70,6 +70,7 @@ class AdamTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
@@ -80,7 +81,7 @@ class AdamTracer(TwoPassOptimizer):
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
             rule=rule,
             transforms=transforms_of(clip, transforms),
-            controller=controller_of(held_out),
+            controller=controller_of(held_out, steps_per_epoch),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,
@@ -132,6 +133,7 @@ class AdamWTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
@@ -142,7 +144,7 @@ class AdamWTracer(TwoPassOptimizer):
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
             rule=rule,
             transforms=transforms_of(clip, transforms),
-            controller=controller_of(held_out),
+            controller=controller_of(held_out, steps_per_epoch),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,

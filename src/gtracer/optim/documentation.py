@@ -34,8 +34,10 @@ implementation: `"auto"`: two kernels on a GPU wherever they can make the step, 
     `implementation_used` tells which, and why. `"foreach"`: those always. `"compiled"`: what TRACER adds, through
     `torch.compile`, without a copy of the weights (they come back to within a rounding). `"fused"`: the two kernels,
     or an error that says why not.
+steps_per_epoch: For `rho="auto"`: steps until an example comes back, `len(loader)` mostly. Without it ρ rises later.
 held_out: For `rho="auto"`: gives the loss of a held-out batch, whose labels are as noisy as the rest. It is called
-    every tenth step, with statistics frozen and random numbers as they were.""",
+    every tenth step, without gradients, with statistics frozen and random numbers as they were; ρ then goes by it, and
+    not by `steps_per_epoch`.""",
 }
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
 from gtracer.optim import processes
-from gtracer.optim.auto import sampled
 from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.parts import Parts, Pool, split
@@ -140,8 +139,6 @@ def _is_fresh(rule: Rule, params: Tensors) -> bool:
 
 def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
     """What is not finite, in words, if that is known; on the device it is, and nobody waits but in the first step."""
-    if step.held_out is not None and kernels.ahead:
-        step.pushed = torch._foreach_sub(sampled(kernels.ahead), sampled(step.gradients))
     reuse = opt.reuse if any(part.hyper["rho"] for part in step.slices) else None
     kernels.take(*source_of(step, reuse, opt.base.state, opt.param_groups[0][COUNT] % opt.interval))
     if opt.nonfinite == "ignore":

@@ -111,7 +111,7 @@ def _begun(
     step = opt._begin(First(loss), due=opt.second_pass_due)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
-    opt._look_at_held_out_data(step, around, scaler)
+    opt._look_at_held_out_data(step, around)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
     return Pending(step, course)

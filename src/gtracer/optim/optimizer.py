@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
 from gtracer.optim import directions, executors, loops, posterior, processes, refusals
-from gtracer.optim.auto import AUTO, IS_AUTO, Controller, held_out_gradient, sampled
+from gtracer.optim.auto import AUTO, IS_AUTO, Controller, controller_of, held_out_loss
 from gtracer.optim.evaluate import (
     Call,
     Evaluator,
@@ -164,6 +164,16 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             raise ValueError(f"steps must be a whole number of at least 0, got {made!r}")
         for group in self.param_groups:
             group[COUNT] = made
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps until an example comes back, where that was said; may be set by whoever comes to know it."""
+        return None if self.controller is None else self.controller.steps_per_epoch
+
+    @steps_per_epoch.setter
+    def steps_per_epoch(self, steps: int | None) -> None:
+        if self.controller is not None:
+            self.controller = controller_of(self.controller.held_out, steps)
 
     def prepare_capture(self) -> None:
         """Allow steps to be captured as CUDA graphs, one graph for each of `interval` steps.
@@ -314,7 +324,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if not is_capturing():
             self._drawn = evaluator.around.random, RandomState(evaluator.around.devices)
         if self.controller is not None and self.controller.held_out is not None:
-            self._look_at_held_out_data(step, evaluator.around, call.scaler)
+            self._look_at_held_out_data(step, evaluator.around)
         if fuse and isinstance(self.method, TraceRatio) and step.slices:
             step.kernels = executors.TwoKernels.of(step, self.method, self.rule, self.transforms)
             if step.kernels is None:
@@ -329,11 +339,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step.renewed = step.penalty is not None
         return step
 
-    def _look_at_held_out_data(self, step: Step, around: Surroundings, scaler: torch.amp.GradScaler | None) -> None:
-        """Its gradient at the weights of the step, where ρ sets itself and wants it."""
+    def _look_at_held_out_data(self, step: Step, around: Surroundings) -> None:
+        """Its loss at the weights of the step, where ρ sets itself and wants it."""
         wanted = self.controller is not None and self.controller.wants_held_out(self.param_groups[0][COUNT])
         if self.controller is not None and wanted and self.sets_rho:
-            step.held_out = held_out_gradient(self.controller, step.params, around, scaler)
+            step.held_out = held_out_loss(self.controller, around)
 
     def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None) -> Step:
         """Collect the gradients of the first pass."""
@@ -355,8 +365,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _conclude(self, step: Step) -> None:
         """From the passes to the gradient of the update."""
-        if step.held_out is not None and step.penalty is not None:
-            step.pushed = tensors.clone(sampled(step.penalty))
         if step.rows:
             directions.turn_penalty_(step)
             step.after.append(partial(directions.note, self.base.state))

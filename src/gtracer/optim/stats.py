@@ -61,6 +61,12 @@ class Stats:
         ratio = change / size
         return torch.stack([loss, trace_ratio, ratio.sqrt() if self._squared else ratio])
 
+    @property
+    def alignment(self) -> Tensor:
+        """cos(∇L, ∇T), as a tensor: nothing is waited for; NaN in a step without penalty."""
+        g, h, total = (self._values[2:] if self._squared else self._values[2:].square()).unbind()
+        return (total - g - h) / (2 * (g * h).sqrt())
+
     def read(self) -> list[float]:
         """Loss, T, ‖∇L‖, ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""
         if self._read is None:

@@ -77,8 +77,7 @@ class Step:
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
     stats: Stats | None = None
     most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
-    held_out: Tensors | None = None  # a sample of the gradient of a held-out loss, where ρ learns of it
-    pushed: Tensors | None = None  # and of ρ∇T
+    held_out: Tensor | None = None  # the loss of a held-out batch, where ρ learns of it
     after: list[Callable[[Step], None]] = field(default_factory=list)  # what writes into the state after the update
 
     @property

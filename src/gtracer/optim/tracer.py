@@ -61,6 +61,7 @@ class Tracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         check_base(base_optimizer, TwoPassOptimizer)
@@ -72,7 +73,7 @@ class Tracer(TwoPassOptimizer):
             method=method,
             rule=TorchRule(base_optimizer),
             transforms=transforms_of(clip, transforms),
-            controller=controller_of(held_out),
+            controller=controller_of(held_out, steps_per_epoch),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,
@@ -122,6 +123,7 @@ class SGDTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         checks.learning_rate(lr)
@@ -151,7 +153,7 @@ class SGDTracer(TwoPassOptimizer):
             method=method,
             rule=TorchRule(base),
             transforms=transforms_of(clip, transforms),
-            controller=controller_of(held_out),
+            controller=controller_of(held_out, steps_per_epoch),
             interval=interval,
             reuse=reuse_of(reuse, interval),
             model=model,
