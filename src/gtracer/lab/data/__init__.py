@@ -50,7 +50,7 @@ def check(name: str) -> None:
 
 
 def load(config: Config) -> Task:
-    """The task's data, or a share of it; a seeded share of the training labels is wrong, of the examples held out."""
+    """The task's data, or a share of it; a seeded share of the training labels is noisy, of the examples held out."""
     check(config.task)
     if config.task in TASKS:
         task = TASKS[config.task](config)

@@ -98,7 +98,7 @@ class Result:
     def seconds(self) -> float | None:
         """An epoch's time, the median over all epochs of the finished runs that had their device to themselves.
 
-        Side by side a run's clock shows its neighbours' steps too.
+        In parallel a run's clock shows its neighbours' steps too.
         """
         alone = [r for r in self.finished if "runs_side_by_side" not in r.environment.get("hardware", {})]
         times = [second for r in alone for second in r.seconds]

@@ -72,15 +72,15 @@ def read(folder: Path) -> tuple[RhoCurve, dict[str, Any]] | None:
     if not path.exists():
         return None
     try:
-        told = json.loads(files.read(path))
+        found = json.loads(files.read(path))
         numbers = [
             Branch(b["rho"], tuple(math.nan if x is None else x for x in b["held_out"]), _number(b["train"]))
-            for b in told["branches"]
+            for b in found["branches"]
         ]
         curve = RhoCurve(
-            told["rho"], told["reason"], tuple(numbers), tuple(told["collapsed"]), told["chance"], told["steps"]
+            found["rho"], found["reason"], tuple(numbers), tuple(found["collapsed"]), found["chance"], found["steps"]
         )
-        return curve, told["asked"]
+        return curve, found["asked"]
     except (ValueError, KeyError, TypeError) as error:
         raise LabError(f"{path} is damaged ({error}): remove it to start over") from error
 
@@ -139,9 +139,9 @@ def _loss(run: Run, batch: Rows) -> Tensor:
 
 def _held_out_batch(run: Run, places: Tensor) -> tuple[Any, Tensor]:
     assert run.holdout is not None
-    reading = run.holdout
-    rows = torch.cat([part for part, _ in reading.parts])[places.to(run.device)]
-    return reading.batch(rows, reading.batch.width(rows.cpu())), reading.labels[places.to(run.device)]
+    held_out = run.holdout
+    rows = torch.cat([part for part, _ in held_out.parts])[places.to(run.device)]
+    return held_out.batch(rows, held_out.batch.width(rows.cpu())), held_out.labels[places.to(run.device)]
 
 
 def _chance(labels: Tensor) -> float:

@@ -24,8 +24,8 @@ def save(run: Run, folder: Path, results: dict[str, Any]) -> None:
         random["cuda"] = torch.cuda.get_rng_state(run.device)
     if run.generator is not None:
         random["own"] = run.generator.get_state()
-    everyone = run.ranks.all(random)
-    if not run.ranks.is_first:
+    everyone = run.processes.all(random)
+    if not run.processes.is_first:
         return
     state = {name: part.state_dict() for name, part in _parts(run).items()}
     state |= {"random": everyone, "results": results}
@@ -45,9 +45,9 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
             part.load_state_dict(state[name])
         for name in COUNTS:
             setattr(run, name, state[name])
-        if len(state["random"]) != run.ranks.world:
-            raise ValueError(f"{len(state['random'])} processes, not {run.ranks.world}, wrote it")
-        random = state["random"][run.ranks.rank]
+        if len(state["random"]) != run.processes.world:
+            raise ValueError(f"{len(state['random'])} processes, not {run.processes.world}, wrote it")
+        random = state["random"][run.processes.rank]
         torch.set_rng_state(random["cpu"].cpu())
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"].cpu(), run.device)
