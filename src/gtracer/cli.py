@@ -14,6 +14,7 @@ from typing import Any
 from gtracer import __version__
 
 try:
+    from gtracer.lab import files
     from gtracer.lab.config import FINE_TUNING, Config, parsed
     from gtracer.lab.errors import Interrupted, LabError
     from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
@@ -213,8 +214,8 @@ def _add_bench(commands: Any) -> None:
         description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "throughput: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
-        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. scaling: SGD-TRACER's "
-        "step over SGD's, for nets wider and deeper, and larger batches.",
+        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. scaling: the time of "
+        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -348,7 +349,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     try:
         sweep(wanted, folder, _engine(chosen), console, chosen.settings)
     finally:  # what there is of it, also when runs failed or were interrupted
-        if folder.is_dir():
+        if files.is_folder(folder):
             console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))
             line = f"Runs in {folder}; a page of them: gtracer report {shlex.quote(str(folder))}"
             console.out(line, highlight=False)

@@ -45,7 +45,7 @@ def check(name: str) -> None:
     there = files.exists(path)
     if not there and (path.suffix in text.FORMATS or "/" in name):
         raise LabError(f"cannot read {name}: there is no such file or folder of texts")
-    if not there or (path.suffix not in text.FORMATS and not path.is_dir()):
+    if not there or (path.suffix not in text.FORMATS and not files.is_folder(path)):
         raise unknown("task", name, TASKS)
 
 

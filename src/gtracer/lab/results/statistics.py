@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results import archive, record
@@ -199,7 +200,7 @@ def read(path: Path, of: Study | None = None) -> tuple[Results, list[str]]:
     The last is of what the records differ in. With it comes a line for each record that cannot be read: the others are
     reported without it.
     """
-    if not (path.is_dir() or archive.is_packed(path)):
+    if not (files.is_folder(path) or archive.is_packed(path)):
         raise LabError(f"{path} is no folder and no archive: give what gtracer sweep, train or records pack wrote")
     records: list[Record] = []
     problems: list[str] = []

@@ -69,7 +69,7 @@ def branched(config: Config) -> Config:
 def read(folder: Path) -> tuple[RhoCurve, dict[str, Any]] | None:
     """The curve that the folder holds, and what was asked."""
     path = folder / CURVE
-    if not path.exists():
+    if not files.exists(path):
         return None
     try:
         found = json.loads(files.read(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,8 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
     content = files.read(path)
     try:
         state = torch.load(BytesIO(content), map_location=run.device, weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
         for name, part in _parts(run).items():
             part.load_state_dict(state[name])
         for name in COUNTS:
@@ -59,7 +60,7 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
                 f"it has results of {len(results['seconds'])} epochs, the model was trained for {run.epoch}"
             )
         return results
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
+    except Exception as error:  # whatever pickle and load_state_dict come across
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
 

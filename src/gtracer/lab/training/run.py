@@ -85,8 +85,8 @@ class Run:
         self.holdout = None
         if task.holdout is not None:
             self.holdout = self._evaluation_data(built.batches(task.holdout, self.device), task.holdout)
-        mislabelled = (task.train.labels != task.train.truth).nonzero().flatten()[:MISLABELLED_SHOWN]
-        self.mislabelled = self._evaluation_data(self.train_batch, task.train, mislabelled) if len(mislabelled) else None
+        rows = (task.train.labels != task.train.truth).nonzero().flatten()[:MISLABELLED_SHOWN]
+        self.mislabelled = self._evaluation_data(self.train_batch, task.train, rows) if len(rows) else None
         self.notes, self.model_name = built.notes, built.name
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
