@@ -202,6 +202,8 @@ def test_other_words(tmp_path, capsys):
             ["sweep", "demo", "--gpus", "nan", *out],
             ["sweep", "demo", "--out", f"{file}/x"],
             ["sweep", "demo", "--out", "a\0b"],
+            ["tune", "--search=--"],
+            ["train", "--task=--"],
             ["tune", "--search", "rho"],
             ["tune", "--search", "roh=1:2"],
             ["tune", "--search", "rho=1:x"],
