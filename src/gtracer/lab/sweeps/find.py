@@ -32,9 +32,17 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
     The branches have the run's learning rate, without warm-up or schedule.
     """
     asked = _asked(config, steps, candidates)
-    known = read(folder)
-    if known is not None and known[1] == asked:
-        return known[0]
+    with files.locked(folder, "search"):  # before anything is trained for a folder that cannot be written
+        known = read(folder)
+        if known is not None and known[1] == asked:
+            return known[0]
+        curve = _found(config, steps, candidates)
+        _write(folder, curve, asked)
+        return curve
+
+
+def _found(config: Config, steps: int | None, candidates: list[float] | None) -> RhoCurve:
+    """The branches, trained."""
     run = Run(branched(config))
     if not isinstance(run.optimizer, TwoPassOptimizer):
         raise LabError(
@@ -43,7 +51,7 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
     count = steps or max(1, round(SHARE * run.steps_an_epoch * config.epochs))
     batches, held_out = _training(run, count), _held_out(run)
     try:
-        curve = find_rho(
+        return find_rho(
             run.model,
             lambda batch: _loss(run, batch),
             batches,
@@ -56,8 +64,6 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
         )
     except ValueError as error:
         raise LabError(str(error)) from error
-    _write(folder, curve, asked)
-    return curve
 
 
 def branched(config: Config) -> Config:
@@ -81,7 +87,7 @@ def read(folder: Path) -> tuple[RhoCurve, dict[str, Any]] | None:
             found["rho"], found["reason"], tuple(numbers), tuple(found["collapsed"]), found["chance"], found["steps"]
         )
         return curve, found["asked"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LabError(f"{path} is damaged ({error}): remove it to start over") from error
 
 
