@@ -104,6 +104,11 @@ class Buffers:
         for saved, now in self._pairs:
             torch._foreach_copy_(now, saved)
 
+    def lay_out(self) -> None:
+        """Let the model work on further copies, for a graph to hold; `restore` puts its own back."""
+        for (where, name), saved in zip(self._places, self.saved, strict=True):
+            where[name] = saved.clone()
+
     @torch.no_grad()
     def restore_unless(self, healthy: Tensor) -> None:
         """Where that is 0; on the device, by a few kernels for all of them."""
@@ -168,16 +173,23 @@ class PooledStatistics:
 
     Each part starts from the same statistics; at the end they have moved by the mean of the parts' moves. Counters
     have counted one pass.
+
+    Args:
+        model: Whose buffers.
+        one_graph: Whether the passes are differentiated together, when all have been made.
     """
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._start = Buffers(model)
+    def __init__(self, model: nn.Module | None, *, one_graph: bool = False) -> None:
+        self._start, self._one_graph = Buffers(model), one_graph
         self._moved: Tensors = [torch.zeros_like(b) for b in self._start.buffers]
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
         """A pass over this share of the batch."""
-        self._start.restore()
+        if self._one_graph:
+            self._start.lay_out()
+        else:
+            self._start.restore()
         yield
         with torch.no_grad():
             for moved, now, before in zip(self._moved, self._start.now(), self._start.saved, strict=True):

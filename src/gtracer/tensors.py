@@ -27,9 +27,9 @@ def norm(xs: Tensors) -> Tensor:
     if not xs:
         return torch.zeros(())
     norms = torch._foreach_norm(local(xs))
-    if any(is_sharded(x) for x in xs):
+    if any(map(is_sharded, xs)):
         return _sum(xs, torch._foreach_mul(norms, norms)).sqrt()
-    home = xs[0].device
+    home = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(home) for n in norms]))
     return total
 
@@ -61,6 +61,21 @@ def aligned(xs: Tensors, ys: Tensors) -> Tensor:
     return _sum(xs, terms)
 
 
+def inverse(xs: Tensors, delta: float) -> Tensors:
+    """1/(x + δ), coordinate by coordinate.
+
+    With δ = 0 a coordinate that is 0 stays 0, as in a pseudo-inverse.
+
+    >>> inverse([torch.tensor([0.0, 4.0])], 0.0)
+    [tensor([0.0000, 0.2500])]
+    """
+    result = torch._foreach_add(xs, delta)
+    torch._foreach_reciprocal_(result)
+    if delta == 0:
+        return [torch.where(x == 0, torch.zeros_like(r), r) for x, r in zip(xs, result, strict=True)]
+    return list(result)
+
+
 def scale_(xs: Tensors, factor: Tensor) -> None:
     """Multiply every tensor by one 0-dimensional tensor, which may live on another device."""
     xs = local(xs)
@@ -70,6 +85,27 @@ def scale_(xs: Tensors, factor: Tensor) -> None:
     else:
         for x in xs:
             x.mul_(factor.to(x.device))
+
+
+def shorten_(xs: Tensors, length: float, *, safely: bool = False) -> Tensor:
+    """Give the whole list this norm, unless it is zero; what it was comes back.
+
+    >>> e = [torch.tensor([3.0, 4.0])]
+    >>> shorten_(e, 0.5), e
+    (tensor(5.), [tensor([0.3000, 0.4000])])
+    """
+    found = norm(xs)
+    # 0/0 would turn a vanished gradient into NaN; its penalty is 0.
+    scale_(xs, torch.where(found > 0, length / found, 0.0))
+    if safely:
+        finite_(xs)
+    return found
+
+
+def subtract_(xs: Tensors, ys: Tensors, factor: Tensor) -> None:
+    """xs ← factor · (xs − ys)."""
+    torch._foreach_sub_(xs, ys)
+    scale_(xs, factor)
 
 
 def finite_(xs: Tensors) -> None:
@@ -94,8 +130,11 @@ def copy_(targets: Tensors, sources: Tensors) -> None:
 
 def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
     """The same in lists of one kind each, which go through one kernel."""
+    targets, sources = local(targets), local(sources)
+    if len({(x.dtype, x.device) for x in targets}) == 1:
+        return [(targets, sources)]
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(local(targets), local(sources), strict=True):
+    for target, source in zip(targets, sources, strict=True):
         some, others = alike.setdefault((target.dtype, target.device), ([], []))
         some.append(target)
         others.append(source)
@@ -116,7 +155,7 @@ def is_sharded(x: Tensor) -> bool:
 
 def local(xs: Tensors) -> Tensors:
     """What this process has of each: itself, or its shard, which shares its memory."""
-    return [x.to_local() if is_sharded(x) else x for x in xs]  # type: ignore[attr-defined]
+    return [x.to_local() if hasattr(x, "to_local") else x for x in xs]
 
 
 def whole(x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ LEAN = {"implementation": "compiled"}
 OWN = {"lean": LEAN, "scale-free": {"scale_free": True}, "both": LEAN | {"scale_free": True}}
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("name", OWN)
 def test_other_ways_are_the_same_as_on_the_cpu(name):
     def maker(params, **own):
@@ -140,7 +141,8 @@ def test_autocast_keeps_the_penalty():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3)).cuda()
         x, y = torch.randn(256, 16, device="cuda"), torch.randint(3, (256,), device="cuda")
-        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.01, delta=0.01, engine=FiniteDifference(0.5))
+        own = {"engine": FiniteDifference(0.5), "implementation": "foreach"}  # which leaves the gradient in .grad
+        opt = SGDTracer(model.parameters(), lr=0.0, rho=0.01, delta=0.01, **own)
 
         def closure():
             with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -213,7 +215,11 @@ def test_a_captured_step_is_the_same_step(name):
         (nn.Sequential(nn.Linear(4, 3), nn.Dropout()), {"nonfinite": "ignore"}, "draw random numbers"),
         (nn.Linear(4, 3), {"nonfinite": "ignore", "interval": 2}, "interval = 2"),
         (nn.Linear(4, 3), {}, "nonfinite = 'raise'"),
-        (nn.Linear(4, 3), {"nonfinite": "ignore", "lr": torch.tensor(0.1)}, "pass fused=True"),
+        (
+            nn.Linear(4, 3),
+            {"nonfinite": "ignore", "lr": torch.tensor(0.1), "implementation": "foreach"},
+            "pass fused=True",
+        ),
     ],
 )
 def test_what_cannot_be_captured_says_why(net, options, reason):

@@ -168,7 +168,8 @@ def test_flash_attention_in_the_finite_difference():
     def penalised(backend, rho):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True).cuda()
-        opt = SGDTracer(layer.parameters(), lr=0.0, rho=rho, delta=0.01, engine=FiniteDifference(0.2))
+        own = {"engine": FiniteDifference(0.2), "implementation": "foreach"}  # which leaves the gradient in .grad
+        opt = SGDTracer(layer.parameters(), lr=0.0, rho=rho, delta=0.01, **own)
         x = torch.randn(4, 32, 64, device="cuda")
 
         def closure():

@@ -76,4 +76,5 @@ def test_a_compiled_update(name):
         )
     # Adam counts its steps in float32 on the device, as torch's own does.
     torch.testing.assert_close(found, expected, rtol=1e-8 if name == "SGDTracer" else 1e-3, atol=1e-6)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 4
+    pieces = {"SGDTracer": 3, "AdamWTracer": 4}[name]  # f of SGD-TRACER is one kernel, compiled or not
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= pieces

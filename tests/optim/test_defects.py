@@ -270,3 +270,19 @@ def test_f0_costs_passes_in_the_first_step_only(own):
             opt.step(closure, batches=list(zip(X.split(4), Y.split(4), strict=True)), penalty="each")
         counts.append(len(calls))
     assert counts == [9, 6, 6]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_of_a_batch_in_parts_do_not_depend_on_the_engine(training):
+    """In one graph each micro-batch moved them by itself, and counted as a batch."""
+
+    def buffers(engine):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3)).double().train(training)
+        opt = SGDTracer(model.parameters(), lr=0.1, rho=0.01, engine=engine, model=model)
+        opt.step(lambda x, y: cross_entropy(model(x), y), batches=[(X[:4], Y[:4]), (X[4:], Y[4:])])
+        return {name: b.clone() for name, b in model.named_buffers()}
+
+    exact, difference = buffers("exact"), buffers("finite-difference")
+    assert exact["1.num_batches_tracked"] == int(training)
+    torch.testing.assert_close(exact, difference, rtol=0, atol=1e-12)

@@ -49,6 +49,27 @@ def test_a_misspelt_argument(cls):
         made(cls, colour=1)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    {
+        "RHO": "rho",
+        "rh0": "rho",
+        "detla": "delta",
+        "modle": "model",
+        "f_0": "f0",
+        "scalefree": "scale_free",
+        "heldout": "held_out",
+        "learning_rate": "lr",
+        "wd": "weight_decay",
+        "WeightDecay": "weight_decay",
+        "implementaton": "implementation",
+    }.items(),
+)
+def test_what_was_meant(written, meant):
+    with pytest.raises(TypeError, match=f"has no argument '{written}': did you mean {meant}"):
+        made(SGDTracer, **{written: 1})
+
+
 def test_repr_names_what_matters():
     model = nn.Linear(2, 1)
     opt = SGDTracer(model.parameters(), lr=0.1, rho=0.25, beta=0.5, interval=4, engine=FiniteDifference(0.02))
@@ -57,6 +78,7 @@ def test_repr_names_what_matters():
     assert "implementation='auto'" in repr(opt)
     groups = [{"params": [model.weight], "rho": 0.1}, {"params": [model.bias]}]
     assert "rho=[0.1, 0.003]" in repr(AdamWTracer(groups, rho=0.003))
+    assert "rho=[0.1, 'auto' (now 0)]" in repr(SGDTracer(groups))
     assert repr(made(SAM, rho=0.3)).startswith("SAM(SGD, rho=0.3, interval=1")
     assert "gtracer_rho" not in repr(Tracer(torch.optim.Adadelta(model.parameters())))
 

@@ -3,7 +3,6 @@
 from gtracer.curvature.average import (
     FIRST_GRADIENT,
     initial_average,
-    inverse,
     squares,
     trace_ratio,
     update_average_,
@@ -26,6 +25,7 @@ from gtracer.curvature.estimators import (
 from gtracer.curvature.evaluation import Evaluation, Shifts
 from gtracer.curvature.recording import Recording
 from gtracer.curvature.second_derivatives import SecondDerivatives
+from gtracer.tensors import inverse
 
 __all__ = [
     "FIRST_GRADIENT",

@@ -35,25 +35,11 @@ def update_average_(f: Tensors, F: Tensors, beta: float) -> None:
     torch._foreach_lerp_(f, F, beta)
 
 
-def inverse(f: Tensors, delta: float) -> Tensors:
-    """1/(f + δ), coordinate by coordinate.
-
-    With δ = 0 a coordinate that never had a gradient gets 0, as in a pseudo-inverse.
-
-    >>> inverse([torch.tensor([0.0, 4.0])], delta=0.0)
-    [tensor([0.0000, 0.2500])]
-    """
-    result = torch._foreach_add(f, delta)
-    torch._foreach_reciprocal_(result)
-    if delta == 0:
-        return [torch.where(x == 0, torch.zeros_like(r), r) for x, r in zip(f, result, strict=True)]
-    return result
-
-
 def trace_ratio(F: Tensors, f: Tensors, delta: float) -> Tensor:
     """T = Σ_j F_j / (f_j + δ), with the graph of F; f is a constant.
 
     >>> trace_ratio([torch.tensor([1.0, 6.0])], [torch.tensor([1.0, 2.0])], delta=1.0)
     tensor(2.5000)
     """
-    return tensors.dot(F, inverse(f, delta))
+    # Where δ = 0, a coordinate that never had a gradient gets 0.
+    return tensors.dot(F, tensors.inverse(f, delta))

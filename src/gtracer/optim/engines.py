@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gtracer import checks, tensors
-from gtracer.curvature import Shifts, inverse
+from gtracer.curvature import Shifts
 from gtracer.optim.step import Passes
 from gtracer.scopes import moved
 from gtracer.tensors import Tensors
@@ -78,14 +78,15 @@ class Exact:
 
 def direction(g: Tensors, f: Tensors, delta: float) -> Tensors:
     """v = ∇L / (f + δ)."""
-    v = inverse(f, delta)
+    v = tensors.inverse(f, delta)
     torch._foreach_mul_(v, g)
     return v
 
 
 def aimed(g: Tensors, f: Tensors, delta: float, rho: float | Tensor) -> tuple[Tensors, Tensor]:
     """u = ρ ∇L / (f + δ), and T = Σ (∇L)² / (f + δ)."""
-    u = direction(g, f, delta)
+    u = tensors.inverse(f, delta)
+    torch._foreach_mul_(u, g)
     ratio = tensors.aligned(g, u)
     torch._foreach_mul_(u, rho)
     return u, ratio
@@ -140,12 +141,12 @@ def finite_difference(
     `safely`, and always with `again`, no weight is displaced to infinity or NaN.
     """
     safely = safely or again is not None
-    length = run(_shorten_)(direction, radius, safely)
+    length = run(tensors.shorten_)(direction, radius, safely=safely)
 
     def shortened() -> Tensors:
         assert again is not None
         u = again()
-        run(_shorten_)(u, radius, safely)
+        run(tensors.shorten_)(u, radius, safely=safely)
         return u
 
     # Whoever displaces the weights empties the list, which then holds no memory any more.
@@ -156,23 +157,8 @@ def finite_difference(
         behind: Tensors = yield direction
     else:
         behind = gradients
-    run(_subtract_)(ahead, behind, length / radius if central else 2 * length / radius)
+    run(tensors.subtract_)(ahead, behind, length / radius if central else 2 * length / radius)
     return ahead
-
-
-def _shorten_(direction: Tensors, radius: float, safely: bool) -> Tensor:
-    """Give it this length; its own comes back."""
-    length = tensors.norm(direction)
-    # 0/0 would turn a vanished gradient into NaN; its penalty is 0.
-    tensors.scale_(direction, torch.where(length > 0, radius / length, 0.0))
-    if safely:
-        tensors.finite_(direction)
-    return length
-
-
-def _subtract_(ahead: Tensors, behind: Tensors, factor: Tensor) -> None:
-    torch._foreach_sub_(ahead, behind)
-    tensors.scale_(ahead, factor)
 
 
 def example_difference(
@@ -191,6 +177,5 @@ def example_difference(
     scale = torch.where(length > 0, radius / length, 0.0)
     ahead = yield shifts.made(scale)
     behind: Tensors = (yield shifts.made(-scale)) if central else gradients
-    torch._foreach_sub_(ahead, behind)
-    tensors.scale_(ahead, length / radius if central else 2 * length / radius)
+    tensors.subtract_(ahead, behind, length / radius if central else 2 * length / radius)
     return ahead

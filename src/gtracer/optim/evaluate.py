@@ -186,6 +186,17 @@ def pass_in_parts(
     return total
 
 
+def sum_over(closure: Callable[..., Any], parts: Parts, model: nn.Module | None) -> Tensor:
+    """The loss of a batch that is taken in parts, in one graph; statistics move as in `pass_in_parts`."""
+    statistics = PooledStatistics(model, one_graph=True)
+    total = torch.zeros(())
+    for share, part in parts:
+        with statistics.part(share):
+            total = total + share * closure(*part)
+    statistics.conclude()
+    return total
+
+
 def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: TraceRatio, due: bool) -> Evaluation:
     """A pass of which more is wanted than the gradient."""
     around.clear()

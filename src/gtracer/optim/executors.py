@@ -138,14 +138,6 @@ def _is_fresh(rule: Rule, params: Tensors) -> bool:
 # Two kernels.
 
 
-def fuse(opt: TwoPassOptimizer, step: Step) -> None:
-    """Let the two kernels make the rest of a step, if its tensors lie as they read them."""
-    assert isinstance(opt.method, TraceRatio)
-    step.kernels = TwoKernels.of(step, opt.method, opt.rule, opt.transforms)
-    if step.kernels is None:
-        opt._unfused = "a gradient or a state does not lie in memory as the kernels read it"
-
-
 def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
     """What is not finite, in words, if that is known; on the device it is, and nobody waits but in the first step."""
     if step.held_out is not None and kernels.ahead:
@@ -157,23 +149,21 @@ def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroun
     healthy = kernels.look(step.loss if loss else None)
     if kernels.found_early(healthy) and not healthy:
         kernels.abandon()
-        opt.stats = Stats.of_squares(step.loss, kernels.reached, None)
-        return opt.stats.nonfinite(loss=loss) or "the norm of the penalty's gradient is not finite"
+        step.stats = Stats.of_squares(step.loss, kernels.reached, None)
+        return step.stats.nonfinite(loss=loss) or "the norm of the penalty's gradient is not finite"
     if around.statistics is not None:
         around.statistics.restore_unless(healthy)
     return ""
 
 
-def finish(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels) -> None:
-    """Make the update, and write the state, last."""
-    opt.stats = Stats.of_squares(step.loss, kernels.reached, kernels.finish())
-    state = opt.base.state
+def finish(step: Step, kernels: TwoKernels, state: dict[Tensor, dict[str, Any]]) -> Verdict | None:
+    """Make the update, and write the state, last; gives what the device has found, if it was asked."""
+    step.stats = Stats.of_squares(step.loss, kernels.reached, kernels.finish())
     for p, new in kernels.new_state():
         state[p].update(new)
     for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
         state[p][LAST] = last
-    if kernels.healthy is not None:
-        opt._verdicts.append(Verdict(kernels.healthy))
+    return None if kernels.healthy is None else Verdict(kernels.healthy)
 
 
 def why_not_fused(

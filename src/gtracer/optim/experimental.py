@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gtracer import checks, tensors
-from gtracer.curvature import VectorisedMicroBatch, inverse, loss_gradient
+from gtracer.curvature import VectorisedMicroBatch, loss_gradient
 from gtracer.optim.engines import RADIUS, direction
 from gtracer.optim.evaluate import Call, Evaluator, First, Surroundings, one_pass, pass_in_parts
 from gtracer.optim.parts import Parts, examples_of, rows_of
@@ -139,7 +139,7 @@ class Precondition:
     preconditions = True
 
     def __call__(self, step: Step, damped: Damped) -> None:
-        weights = [x for part in step.slices for x in inverse(*damped(part))]
+        weights = [x for part in step.slices for x in tensors.inverse(*damped(part))]
         step.total = torch._foreach_mul(step.total, weights)
 
 
@@ -167,7 +167,7 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
     if opt.sets_rho and opt.controller is not None:
         step.most = opt.controller.most
         opt._look_at_held_out_data(step, around, call.scaler)
-    inverses = [inverse(*opt._damped(step, part)) for part in slices]
+    inverses = [tensors.inverse(*opt._damped(step, part)) for part in slices]
     step.trace_ratio = squares @ flat([x for part in inverses for x in part])
     if step.due:
         engine: Any = opt.method.engine  # type: ignore[attr-defined]

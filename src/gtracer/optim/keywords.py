@@ -39,7 +39,10 @@ def checked_keywords(init: Callable[P, R]) -> Callable[P, R]:
 
 
 def _meant(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
+    plain = {candidate.replace("_", ""): candidate for candidate in known}
+    name = {"learning_rate": "lr", "wd": "weight_decay"}.get(name.lower(), name)
+    found = [name] if name in known else difflib.get_close_matches(name.lower().replace("_", ""), plain, n=1)
+    close = [plain.get(candidate, candidate) for candidate in found]
     return f": did you mean {close[0]}?" if close else f"; it takes {', '.join(known)}"
 
 

@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
 
 
+class Loop:
+    """What a call of the caller's leaves for the next one: `zero_grad`, `perturbed`, `step`.
+
+    Attributes:
+        mark: Where the random numbers of a step without closure begin.
+        pending: The step whose passes are being made by the caller.
+        busy: Whether the optimiser is making passes, so that a closure which calls it is told apart from others.
+    """
+
+    def __init__(self, mark: RandomState) -> None:
+        self.mark = mark
+        self.pending: Pending | None = None
+        self.busy = False
+
+    def take(self) -> Pending | None:
+        """The step under way, which is then nobody's."""
+        pending, self.pending = self.pending, None
+        return pending
+
+    def drop_abandoned(self) -> None:
+        """Forget a step that a scaler has skipped."""
+        if self.pending is not None and self.pending.is_abandoned:
+            self.pending = None
+
+
 class Pending:
     """A step between its first pass and `step()`."""
 
@@ -49,11 +74,12 @@ def second_pass(
 ) -> Iterator[None]:
     """Weights displaced for the caller's second pass; after the last one the total is left in `.grad`."""
     refusals.check_scope(opt, scaler)
+    loop = opt._loop
     with uninterrupted() as signals, torch.no_grad():
         around = opt._surroundings(signals)
         entered = RandomState(around.devices)
         with opt._passes(around):
-            pending = opt._pending or _begun(opt, around, scaler, loss)
+            pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
             with displaced_pass(step.params, course.place, around):
                 with torch.enable_grad():
@@ -73,7 +99,7 @@ def second_pass(
                 opt._conclude(step)
                 _hand_over(step, scaler)
         pending.leave()
-        opt._pending = pending
+        loop.pending = pending
 
 
 def _begun(
@@ -101,7 +127,7 @@ def _hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
 
 def passes_made(opt: TwoPassOptimizer) -> Step:
     """The passes that the caller has made before `step()`."""
-    pending, opt._pending = opt._pending, None
+    pending = opt._loop.take()
     if pending is None:
         refusals.check_step_alone(opt)
         step = opt._begin(First(None), due=False)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gtracer import tensors
-from gtracer.curvature import Choice, MicroBatch, gradient_magnitude, inverse, per_example
+from gtracer.curvature import Choice, MicroBatch, gradient_magnitude, per_example
 from gtracer.optim import directions
 from gtracer.optim.compiler import runner
 from gtracer.optim.directions import TINY
@@ -140,7 +140,7 @@ class TraceRatio:
         ratio: Tensor | None = None
         u: list[Tensor] = []
         for part in step.slices:
-            g = [x.detach() for x in part.gradients]
+            g = part.gradients if step.evaluation is None else [x.detach() for x in part.gradients]
             rho = torch.tensor(part.signed_rho, dtype=g[0].dtype) if self.compile else part.signed_rho
             here, T = self.run(aimed)(g, *self.damped(step, rule, part), rho)
             ratio = T if ratio is None else ratio + T.to(ratio.device)
@@ -169,7 +169,7 @@ class TraceRatio:
         ratio: Tensor | None = None
         weights: list[Tensor] = []
         for part in step.slices:
-            weight = inverse(*self.damped(step, rule, part))
+            weight = tensors.inverse(*self.damped(step, rule, part))
             here = tensors.dot([F[p].detach() for p in part.params], weight)
             ratio = here if ratio is None else ratio + here.to(ratio.device)
             weights += torch._foreach_mul(weight, part.signed_rho)

@@ -30,9 +30,9 @@ from gtracer.optim.evaluate import (
     one_pass,
     pass_in_parts,
     scale,
+    sum_over,
 )
 from gtracer.optim.methods import Method, TraceRatio, note_curvature
-from gtracer.optim.parts import Parts
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
 from gtracer.optim.stats import Stats, Verdict
@@ -115,6 +115,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.implementation, self.controller = implementation, controller
         # Adadelta has a `rho` of its own; ours then goes by `gtracer_rho` in the groups.
         self._keys = {name: f"gtracer_{name}" if name in base.defaults else name for name in defaults}
+        self.rho_key = self._keys["rho"]  # public: what ρ is called in the groups
         ours = {self._keys[name]: value for name, value in defaults.items()}
         everything = {**base.defaults, **ours, COUNT: 0}
         for group in base.param_groups:  # all of them before the first is touched
@@ -130,21 +131,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Start anew with what is not in the state."""
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
-        self._pending: loops.Pending | None = None
+        self._loop = loops.Loop(RandomState(self._devices()))
         self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
         self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
-        self._busy = False
         self._copies = Copies()
-        self._mark = RandomState(self._devices())  # where the random numbers of a step without closure begin
         self._held = Held(self)
 
     # What everybody may ask.
-
-    @property
-    def rho_key(self) -> str:
-        """What ρ is called in the groups: `rho`, unless the base optimiser has one of its own."""
-        return self._keys["rho"]
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         """What this scheme keeps in a group (`rho` and so on), by its plain name."""
@@ -155,8 +149,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
         if self.reuse is not None and self.reuse.always:
             return False
-        key = self._keys["rho"]
-        return self.param_groups[0][COUNT] % self.interval == 0 and any(group[key] > 0 for group in self.param_groups)
+        penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
+        return penalised and self.param_groups[0][COUNT] % self.interval == 0
 
     @property
     def steps(self) -> int:
@@ -212,9 +206,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
         super().zero_grad(set_to_none)
-        if not self._busy:
-            self._pending = None
-            self._mark = RandomState(self._devices())
+        if not self._loop.busy:
+            self._loop = loops.Loop(RandomState(self._devices()))
 
     @torch.no_grad()
     def step(
@@ -276,8 +269,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
-        if self._pending is not None and self._pending.is_abandoned:
-            self._pending = None
+        self._loop.drop_abandoned()
         refusals.check_scope(self, scaler)
         return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
 
@@ -286,7 +278,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
         around = self._surroundings(signals, begins=call.closure is not None)
-        fuse = self._fuses(call, around)
+        possible = any(device.type in FUSED_ON for device in around.devices)
+        fuse = (possible or self.implementation == "fused") and self._fuses(call, around)
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
         with self._passes(around, anew=anew):
             if call.closure is None:
@@ -298,6 +291,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
             if what := self._nonfinite(step, call, around):
+                self.stats = step.stats
                 raise NonFiniteError(
                     f"{what}: the step was not made, weights and state are as they were. Lower the learning rate or "
                     "rho, or pass nonfinite='skip' to go on without such steps",
@@ -319,10 +313,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if not is_capturing():
             self._drawn = evaluator.around.random, RandomState(evaluator.around.devices)
-        if self.sets_rho:
+        if self.controller is not None and self.controller.held_out is not None:
             self._look_at_held_out_data(step, evaluator.around, call.scaler)
-        if fuse and step.slices:
-            executors.fuse(self, step)
+        if fuse and isinstance(self.method, TraceRatio) and step.slices:
+            step.kernels = executors.TwoKernels.of(step, self.method, self.rule, self.transforms)
+            if step.kernels is None:
+                self._unfused = "a gradient or a state does not lie in memory as the kernels read it"
         if step.kernels is not None:
             passes = step.kernels.passes() if step.due else None
         else:
@@ -334,7 +330,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return step
 
     def _look_at_held_out_data(self, step: Step, around: Surroundings, scaler: torch.amp.GradScaler | None) -> None:
-        """Its gradient at the weights of the step, where ρ wants it."""
+        """Its gradient at the weights of the step, where ρ sets itself and wants it."""
         wanted = self.controller is not None and self.controller.wants_held_out(self.param_groups[0][COUNT])
         if self.controller is not None and wanted and self.sets_rho:
             step.held_out = held_out_gradient(self.controller, step.params, around, scaler)
@@ -374,7 +370,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _apply(self, step: Step) -> None:
         """Move the weights, and write the state, last."""
         if step.kernels is not None:
-            executors.finish(self, step, step.kernels)
+            verdict = executors.finish(step, step.kernels, self.base.state)
+            self.stats = step.stats
+            if verdict is not None:
+                self._verdicts.append(verdict)
         else:
             for transform in self.transforms:
                 transform(step, partial(self._damped, step))
@@ -384,7 +383,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             for note in step.after:
                 note(step)
         if self.stats is not None:
-            self.stats.rho = self.param_groups[0][self._keys["rho"]]
+            self.stats.rho = self.param_groups[0][self.rho_key]
         if self.controller is not None and self.sets_rho:
             self.controller.note(self, step)
         for group in self.param_groups:
@@ -400,20 +399,20 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that
         # fails could want it, and what fails in a capture has changed nothing yet.
         statistics = not (is_capturing() or (anew and self.nonfinite == "ignore"))
-        self._busy = True
+        loop = self._loop
+        loop.busy = True
         try:
             with all_or_nothing(around, anew=anew, statistics=statistics):
                 yield
         finally:
-            self._busy = False
+            loop.busy = False
 
     def _surroundings(self, signals: Signals, *, begins: bool = False) -> Surroundings:
         """What passes find; random numbers begin here, or where the loop has marked it."""
-        params = self._params()
+        params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
-        if begins:
-            self._mark = RandomState(devices)
-        return Surroundings(params, devices, self.model, self._copies, self._mark, signals)
+        start = RandomState(devices) if begins else self._loop.mark
+        return Surroundings(params, devices, self.model, self._copies, start, signals)
 
     def _evaluator(self, call: Call, around: Surroundings, *, due: bool | None = None) -> Evaluator:
         """How this batch's passes are made."""
@@ -422,7 +421,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         assert closure is not None
         if method.needs_graph and isinstance(method, TraceRatio):
             refusals.check_graph(method, self.model, call)
-            loss_of = call.loss_of_batch if call.parts is None else partial(_sum_over, closure, call.parts)
+            loss_of = call.loss_of_batch if call.parts is None else partial(sum_over, closure, call.parts, self.model)
             first = partial(first_with_graph, loss_of, around, method, due)
             return Evaluator(around, due, first, partial(one_pass, loss_of, around), self.is_central)
         if (own := getattr(getattr(method, "engine", None), "evaluator", None)) is not None:
@@ -464,8 +463,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Whether this step is to be that of the two kernels, as far as can be told before its gradients are there."""
         if self.implementation not in ("auto", "fused") or call.closure is None:
             return False
-        if self.implementation == "auto" and not any(d.type in FUSED_ON for d in around.devices):
-            return False
         self._unfused = self._why_not_fused(call, [p for p in around.params if p.requires_grad])
         penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
         if self._unfused is not None and self.implementation == "fused" and penalised:
@@ -477,19 +474,19 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _check_step(self, call: Call) -> None:
         """Refuse a step at the wrong moment, or with hyper-parameters out of range."""
-        if self._busy:
+        if self._loop.busy:
             raise RuntimeError(
                 "step() inside perturbed() or inside a closure: leave it first, the weights are displaced"
             )
-        if call.closure is not None and self._pending is not None:
+        if call.closure is not None and self._loop.pending is not None:
             raise RuntimeError("step(closure) after perturbed(): the passes are made already, call step() alone")
         for group in self.param_groups:
             checks.hyperparameters(self.hyperparameters(group))
             self.rule.check_group(group)
-        if self._verdicts:
-            self._hear_verdicts()
         if is_capturing():
             refusals.check_capture(self)
+        elif self._verdicts:  # whether they have come cannot be asked in a capture
+            self._hear_verdicts()
 
     def _completed(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         """The group with the defaults for what it leaves out, checked."""
@@ -502,7 +499,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with a number for a ρ that sets itself."""
-        key = self._keys["rho"]
+        key = self.rho_key
         if group[key] == AUTO and self.controller is not None:
             return group | {key: 0.0, IS_AUTO: True}
         return group
@@ -514,7 +511,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _hear_verdicts(self) -> None:
         """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
-        waits = self.nonfinite == "raise" and not is_capturing()
+        waits = self.nonfinite == "raise"
         heard = [verdict for verdict in self._verdicts if waits or verdict.is_there]
         self._verdicts = [verdict for verdict in self._verdicts if verdict not in heard]
         failed = sum(not verdict.is_healthy for verdict in heard)
@@ -612,6 +609,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.rho_key = self._keys["rho"]
         for group in self.param_groups:  # a checkpoint of the plain optimiser knows nothing of ours
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -621,9 +619,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._forget()
 
     def __repr__(self) -> str:
-        hyper = {name: [self.hyperparameters(g)[name] for g in self.param_groups] for name in self._keys}
-        told = {name: values[0] if all(v == values[0] for v in values) else values for name, values in hyper.items()}
-        own = [f"{name}={value!r}" for name, value in told.items()]
+        hyper = {name: [repr(self.hyperparameters(g)[name]) for g in self.param_groups] for name in self._keys}
+        for i, group in enumerate(self.param_groups):
+            if group.get(IS_AUTO):
+                hyper["rho"][i] = f"'auto' (now {group[self.rho_key]:.3g})"
+        told = {
+            name: values[0] if len(set(values)) == 1 else f"[{', '.join(values)}]" for name, values in hyper.items()
+        }
+        own = [f"{name}={value}" for name, value in told.items()]
         if isinstance(self.method, TraceRatio):
             own.append(f"engine={self.method.engine!r}")
         own += [f"interval={self.interval}", f"implementation={self.implementation!r}"]
@@ -645,9 +648,3 @@ def _used(group: dict[str, Any], method: Method) -> Tensors:
             if p.grad.layout != torch.strided:
                 raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
     return used
-
-
-def _sum_over(closure: Callable[..., Any], parts: Parts) -> Tensor:
-    """The whole batch's loss in one graph."""
-    total: Tensor = sum((share * closure(*part) for share, part in parts), torch.zeros(()))
-    return total

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gtracer import checks
-from gtracer.curvature import inverse
+from gtracer import checks, tensors
 from gtracer.scopes import displaced
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def deviation(opt: TwoPassOptimizer, examples: int | None, temperature: float) -
         trained = [p for p in group["params"] if opt.rule.is_trained(p)]
         scale = temperature * (hyper["rho"] if examples is None else 1 / examples)
         if trained:
-            variance = torch._foreach_mul(inverse(opt.average_of(group, trained), hyper["delta"]), scale)
+            variance = torch._foreach_mul(tensors.inverse(opt.average_of(group, trained), hyper["delta"]), scale)
             found |= zip(trained, torch._foreach_sqrt(variance), strict=True)
     if not found:
         raise RuntimeError("the posterior is that of a trained optimiser, and this one has made no step yet")

@@ -62,7 +62,7 @@ def check_parameter(method: Method, label: str, p: Tensor) -> None:
 
 def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> None:
     """Refuse a `perturbed()` that is not the second pass of a step."""
-    if opt._busy:
+    if opt._loop.busy:
         raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
     if why := opt.method.needs_closure:
         raise RuntimeError(
@@ -76,7 +76,7 @@ def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> N
             "perturbed(scaler=…) after scaler.unscale_(opt): the gradients would be unscaled twice. Call unscale_ "
             "after the scope, before scaler.step(opt)"
         )
-    if opt._pending is not None and opt._pending.is_made:
+    if opt._loop.pending is not None and opt._loop.pending.is_made:
         raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
 
 

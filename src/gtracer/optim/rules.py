@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gtracer import checks
-from gtracer.curvature import initial_average, squares, update_average_
+from gtracer.curvature import initial_average
 from gtracer.optim.engines import Runner, as_it_is
 from gtracer.optim.step import Slice, Step
 from gtracer.tensors import Tensors
@@ -67,12 +67,10 @@ class TorchRule:
     Attributes:
         base: The optimiser.
         keeps_average: Whether there is an f.
-        run: Runs the arithmetic of f.
     """
 
     base: torch.optim.Optimizer
     keeps_average: bool = True
-    run: Runner = as_it_is
 
     is_capturable = True
 
@@ -89,10 +87,10 @@ class TorchRule:
         return [self.base.state[p]["f"] for p in params]
 
     def average(self, part: Slice) -> Tensors:
-        state = self.base.state
-        if all("f" in state.get(p, {}) for p in part.params):
-            return [state[p]["f"] for p in part.params]
-        return average_at_first(self, part)
+        if part.f is None:
+            known = [self.base.state.get(p, {}).get("f") for p in part.params]
+            part.f = average_at_first(self, part) if any(f is None for f in known) else known
+        return part.f
 
     def update(self, step: Step) -> None:
         slices = step.slices if self.keeps_average else ()
@@ -101,7 +99,7 @@ class TorchRule:
         self.base.step()
         for part in slices:
             f = self.average(part)
-            self.run(update_average_)(f, part.measured, part.hyper["beta"])
+            torch._foreach_lerp_(f, part.measured, part.hyper["beta"])  # f ← (1 − β) f + β F
             # Not before the base optimiser's first step: many initialise a state only while it is empty.
             for p, average in zip(part.params, f, strict=True):
                 self.base.state[p]["f"] = average
@@ -201,40 +199,40 @@ class AdamRule:
         return "exp_avg_sq" in self.base.state.get(p, {})
 
     def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
-        v = [self.base.state[p]["exp_avg_sq"] for p in params]
-        return adam_average(v, self._steps(group, params), group["betas"][1], hyper["f0"])
+        known = [self.base.state[p] for p in params]
+        counts = _counted(group, [own["step"] for own in known])
+        return adam_average([own["exp_avg_sq"] for own in known], counts, group["betas"][1], hyper["f0"])
 
     def average(self, part: Slice) -> Tensors:
-        state = self.base.state
-        if all("exp_avg_sq" in state.get(p, {}) for p in part.params):
-            return list(
-                self.average_of(part.group, part.hyper, part.params)
-            )  # as at first: torch.compile sees the kind
+        if all("exp_avg_sq" in self.base.state.get(p, ()) for p in part.params):
+            f = self.average_of(part.group, part.hyper, part.params)
+            return list(f)  # as at first: torch.compile sees the kind
         return average_at_first(self, part)
 
     def update(self, step: Step) -> None:
-        if self._is_torchs(step):
+        if not any(group["rho"] for group in self.base.param_groups) and self._is_torchs(step):
             self.base.step()
             return
         for part in step.slices:
             self._update(part)
 
     def _is_torchs(self, step: Step) -> bool:
-        """Whether this step is that of torch's Adam, which then makes it itself."""
+        """Whether this step, with ρ = 0, is that of torch's Adam, which then makes it itself."""
         plain = self.of_total and self.run is as_it_is and all(part.curvature is None for part in step.slices)
         groups = self.base.param_groups
         # torch counts on a CPU only as Python does.
-        possible = not any(g["capturable"] and any(p.device.type == "cpu" for p in g["params"]) for g in groups)
-        return plain and possible and not any(group["rho"] for group in groups)
+        return plain and not any(g["capturable"] and any(p.device.type == "cpu" for p in g["params"]) for g in groups)
 
     def _update(self, part: Slice) -> None:
         group, params, state = part.group, part.params, self.base.state
-        for p in params:
-            if not self.is_trained(p):
-                state[p].update(adam_state(p, capturable=group["capturable"]))
-        torch._foreach_add_([state[p]["step"] for p in params], 1)
+        known = [state[p] for p in params]
+        for p, own in zip(params, known, strict=True):
+            if "exp_avg_sq" not in own:
+                own.update(adam_state(p, capturable=group["capturable"]))
+        counts, exp_avg, exp_avg_sq = ([own[name] for own in known] for name in ("step", "exp_avg", "exp_avg_sq"))
+        torch._foreach_add_(counts, 1)
         total: Tensors = [p.grad for p in params if p.grad is not None]
-        F = part.measured
+        feeds = self.of_total and part.curvature is None  # whether the total is what the second moment learns of
         lr, decay = group["lr"] if group["capturable"] else float(group["lr"]), group["weight_decay"]
         if group["maximize"]:
             total = torch._foreach_neg(total)
@@ -243,18 +241,20 @@ class AdamRule:
         elif decay:
             # Deviation: coupled decay is the gradient of a ridge in the loss, and Adam's buffer holds it too.
             total = torch._foreach_add(total, params, alpha=decay)
-            if part.curvature is None:
-                sign = -1 if group["maximize"] else 1
-                F = squares(torch._foreach_add(part.gradients, params, alpha=sign * decay))
-        if self.of_total and part.curvature is None:
+        if feeds:
             # Deviation: f learns of the total, not of ∇L: it bounds the step, and what it bounds it has to have seen.
-            F = squares(total)
-        moments = [state[p]["exp_avg"] for p in params], [state[p]["exp_avg_sq"] for p in params]
+            F: Tensors = torch._foreach_mul(total, total)
+        elif part.curvature is None and decay and not self.decoupled:
+            sign = -1 if group["maximize"] else 1
+            pulled = torch._foreach_add(part.gradients, params, alpha=sign * decay)
+            F = torch._foreach_mul(pulled, pulled)
+        else:
+            F = part.measured
         beta1, beta2 = group["betas"]
         numbers = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": group["eps"]}
-        self.run(adam_update_)(params, total, F, *moments, self._steps(group, params), **numbers)
+        self.run(adam_update_)(params, total, F, exp_avg, exp_avg_sq, _counted(group, counts), **numbers)
 
-    def _steps(self, group: dict[str, Any], params: Tensors) -> list[Any]:
-        """How many each has made: numbers, or tensors that a captured step goes on counting."""
-        counts = [self.base.state[p]["step"] for p in params]
-        return counts if group["capturable"] else [float(count) for count in counts]
+
+def _counted(group: dict[str, Any], counts: Tensors) -> list[Any]:
+    """Of steps: numbers, or tensors that a captured step goes on counting."""
+    return list(counts) if group["capturable"] else [float(count) for count in counts]

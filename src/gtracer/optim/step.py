@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gtracer import tensors
-from gtracer.curvature import Evaluation, squares
+from gtracer.curvature import Evaluation
 from gtracer.optim.directions import Rows
 from gtracer.optim.stats import Stats
 from gtracer.tensors import Tensors
@@ -37,11 +37,12 @@ class Slice:
     gradients: Tensors
     curvature: Tensors | None = None  # F for the average, where it is not the squared gradient
     start: Tensors | None = None  # F for f₀, where that is not this slice's own
+    f: Tensors | None = None  # where a rule keeps it as it is, once it was looked up
 
     @property
     def measured(self) -> Tensors:
         """F for the average f."""
-        return squares(self.gradients) if self.curvature is None else self.curvature
+        return torch._foreach_mul(self.gradients, self.gradients) if self.curvature is None else self.curvature
 
     @property
     def signed_rho(self) -> float:
@@ -57,7 +58,7 @@ class Slice:
             return None if xs is None else [xs[i] for i in kept]
 
         params, gradients = [self.params[i] for i in kept], [self.gradients[i] for i in kept]
-        return Slice(self.group, self.hyper, params, gradients, some(self.curvature), some(self.start))
+        return Slice(self.group, self.hyper, params, gradients, some(self.curvature), some(self.start), some(self.f))
 
 
 @dataclass

@@ -70,7 +70,7 @@ class Tracer(TwoPassOptimizer):
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base_optimizer, run=method.run),
+            rule=TorchRule(base_optimizer),
             transforms=transforms_of(clip, transforms),
             controller=controller_of(held_out),
             interval=interval,
@@ -149,7 +149,7 @@ class SGDTracer(TwoPassOptimizer):
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base, run=method.run),
+            rule=TorchRule(base),
             transforms=transforms_of(clip, transforms),
             controller=controller_of(held_out),
             interval=interval,
