@@ -2,7 +2,7 @@
 
     python studies/posterior.py
 
-Trains an MLP on digits with and without the penalty, with clean labels and with half of them wrong, and prints NLL,
+Trains an MLP on digits with and without the penalty, with clean labels and with 50% label noise, and prints NLL,
 expected calibration error and accuracy on the test set: of the weights alone, and averaged over 50 draws at several
 temperatures.
 """
@@ -59,7 +59,7 @@ def main() -> None:
                 error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
                 cells.append(f"{form.format(statistics.mean(values))} ± {form.format(error)}".replace("%", ""))
             name = f"{temperature:g}" if temperature else "weights alone"
-            print(f"| {noise:.0%} wrong | {rho:g} | {name} | {' | '.join(cells)} |")
+            print(f"| {noise:.0%} label noise | {rho:g} | {name} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

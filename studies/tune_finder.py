@@ -2,7 +2,7 @@
 
     python studies/tune_finder.py --out runs/tune-finder --searches 3
 
-Digits with half of the labels noisy, a small net, 50 epochs, three tenths of the training data held out; δ and β are
+Digits with 50% label noise, a small net, 50 epochs, three tenths of the training data held out; δ and β are
 searched too, as by default. For each search: the trial that first comes within half a point of the best held-out
 accuracy that either way has found in all of its trials, and the test accuracy of the best of the first trials.
 """
@@ -20,28 +20,19 @@ import torch
 from rich.console import Console
 
 from gtracer.lab.config import Config
-from gtracer.lab.errors import DivergedError
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import tune
-from gtracer.lab.sweeps.launchers.local import Event
-from gtracer.lab.training.trainer import train
+from gtracer.lab.sweeps.launchers.local import Event, Job, failure_of
 
 BASE = Config(label_noise=0.5, epochs=50, width=64, batch_size=64, holdout=0.3)
 NEAR = 0.005
 FIRST = (1, 4, 8)
 
 
-class InTurn:
+def in_turn(jobs: list[Job]) -> Iterator[Event]:
     """One run after the other, in this process."""
-
-    def __call__(self, cells: list[tuple[Config, Path]]) -> Iterator[Event]:
-        for config, folder in cells:
-            failure = None
-            try:
-                train(config, folder, [])
-            except DivergedError as error:  # its record says so
-                failure = str(error)
-            yield Event(config, ended=True, failure=failure)
+    for config, folder in jobs:
+        yield Event(config, ended=True, failure=failure_of(config, folder, []))
 
 
 def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[str, float]]:
@@ -51,7 +42,7 @@ def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[st
     ranges, first = tune.ranges(config, []), {}
     if finder:
         ranges, first = tune.narrowed(ranges, config, tune.found(config, folder, console))
-    tune.tune(config, ranges, trials, 1, folder, InTurn(), console, first=first)
+    tune.tune(config, ranges, trials, 1, folder, in_turn, console, first=first)
     records = [Record.read(path.parent) for path in folder.glob("*/record.json")]
     records.sort(key=lambda record: (folder / record.config.identity.folder / "record.json").stat().st_mtime)
     rows = [(record.config.rho, record.curves) for record in records if record.failure is None]

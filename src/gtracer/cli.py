@@ -14,6 +14,7 @@ from typing import Any
 from gtracer import __version__
 
 try:
+    from gtracer.lab import files
     from gtracer.lab.config import FINE_TUNING, Config, parsed
     from gtracer.lab.errors import Interrupted, LabError
     from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
@@ -166,7 +167,7 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     group.add_argument(
         flag,
         dest="where",
-        type=_renamed("side-by-side", "cuda-graphs"),
+        type=_renamed({"side-by-side": "cuda-graphs"}),
         choices=["local", "cuda-graphs", "ray"],
         default="local",
         help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
@@ -201,9 +202,9 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
     )
 
 
-def _renamed(old: str, new: str) -> Callable[[str], str]:
-    """Take an older name for the present one."""
-    return lambda word: new if word == old else word
+def _renamed(older: dict[str, str]) -> Callable[[str], str]:
+    """Take older names for the present ones."""
+    return lambda word: older.get(word, word)
 
 
 def _add_bench(commands: Any) -> None:
@@ -213,13 +214,13 @@ def _add_bench(commands: Any) -> None:
         description="estimators: time and memory of a training step with every estimator of the curvature, as ratios "
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "throughput: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
-        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. sizes: SGD-TRACER's "
-        "step over SGD's, for nets wider and deeper, and larger batches.",
+        "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. scaling: the time of "
+        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    choices = ["estimators", "throughput", "steps", "sizes"]
-    renamed = _renamed("side-by-side", "throughput")
+    choices = ["estimators", "throughput", "steps", "scaling"]
+    renamed = _renamed({"side-by-side": "throughput", "sizes": "scaling"})
     bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
@@ -348,7 +349,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     try:
         sweep(wanted, folder, _engine(chosen), console, chosen.settings)
     finally:  # what there is of it, also when runs failed or were interrupted
-        if folder.is_dir():
+        if files.is_folder(folder):
             console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))
             line = f"Runs in {folder}; a page of them: gtracer report {shlex.quote(str(folder))}"
             console.out(line, highlight=False)
@@ -412,9 +413,9 @@ def _bench(chosen: argparse.Namespace) -> None:
     common["model"] = getattr(chosen, "model", "resnet20-gn" if chosen.what == "estimators" else "resnet20")
     if chosen.what == "estimators":
         estimators.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
-    elif chosen.what == "sizes":
+    elif chosen.what == "scaling":
         common.pop("model")
-        scaling.sizes(**common, precision=chosen.precision, console=Console())
+        scaling.scaling(**common, precision=chosen.precision, console=Console())
     elif chosen.what == "steps":
         optimizers.steps(**common, precision=chosen.precision, console=Console())
     else:

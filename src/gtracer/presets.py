@@ -38,7 +38,7 @@ def fine_tuning() -> Settings:
 
 
 def cifar() -> Settings:
-    """For a residual net on images such as CIFAR's with weight decay and right labels, not augmented: ρ 0.003.
+    """For a residual net on images such as CIFAR's with weight decay and clean labels, not augmented: ρ 0.003.
 
     ResNet-20, CIFAR-100, SGD at learning rate 0.1, weight decay 5e-4: best of 0.001 to 0.0065 over 100 epochs (0.0065
     of 0.003 to 0.009 over 200), by held-out data (docs/algorithm.md, "Defaults"; records/cifar100).

@@ -27,6 +27,23 @@ def test_factors_multiply_to_the_curvature_of_the_loss(likelihood):
     assert torch.allclose(sum(torch.outer(s[0], s[0]) for s in likelihood.factors(z)), true, atol=1e-12)
 
 
+@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(), Bernoulli()])
+def test_slopes_of_drawn_labels_have_the_curvature_for_their_second_moment(likelihood):
+    z = torch.tensor([[0.5, -1.0, 0.3]]).double()
+    slopes = likelihood.slope(z.expand(100_000, 3), None)
+    true = sum(torch.outer(s[0], s[0]) for s in likelihood.factors(z))
+    assert torch.allclose(slopes.T @ slopes / len(slopes), true, rtol=0, atol=0.02 * true.max().item())
+    assert torch.allclose(slopes.mean(0), torch.zeros(3).double(), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(("temperature", "moves"), [(None, 2 / 3), (1.0, 0.0)])
+def test_a_gaussian_label_moves_with_the_outputs_where_it_carries_a_gradient(temperature, moves):
+    """(z − y)/σ² with σ² = C/2; for y = z + σν the outputs cancel."""
+    z = torch.randn(5, 3).double().requires_grad_()
+    (slope,) = torch.autograd.grad(Gaussian().slope(z, temperature).sum(), z)
+    assert torch.allclose(slope, torch.full_like(z, moves), atol=1e-12)
+
+
 def test_gumbel_softmax_carries_the_gradient_through_the_drawing():
     """Labels held constant forget how the probabilities move; the relaxation does not.
 

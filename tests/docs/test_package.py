@@ -104,7 +104,7 @@ def test_the_demo_runs_from_the_wheel(built, environment, tmp_path):
     shown = run(environment / "bin" / "gtracer", "demo", "--seeds", "1", "--epochs", "2", folder=here).stdout
     for name in ("SGD", "SAM, usual ρ", "SAM, tuned ρ", "SGD-TRACER"):
         rows = re.findall(rf"^│ {name} +│ 1((?:│ +\d+\.\d)+)│$", shown, flags=re.MULTILINE)
-        assert [row.count("│") for row in rows] == [3, 3], shown  # with 2 layers and with 5: last, best, wrong labels
+        assert [row.count("│") for row in rows] == [3, 3], shown  # with 2 layers and with 5: last, best, memorised
     assert (here / "runs" / "demo" / "report" / "index.html").exists()
     assert len(list((here / "runs" / "demo").glob("*/record.json"))) == 8
 

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import lzma
 import pickle
 import random
 from dataclasses import fields
 
 import numpy
 import pytest
+import torch
 
 from gtracer import cli
 from gtracer.lab.config import Config
@@ -96,7 +98,7 @@ def test_words_out_of_range(tmp_path, capsys):
         "device": ("tpu", "meta", "cpu:-1", "hpu", "xla"),
         "model": ("resnet", "mlp-gn", "wrn-29-2", "resnet20"),
         "optimizer": ("sgd-trace", "lbfgs", "-sgd-x", "-sam", "sgd-sam-sam", "SGD Tracker"),
-        "curvature": ("per-exemple", "micro-batch-0"),
+        "curvature": ("per-exemple", "micro-batch-0", "micro-batch-٣", f"micro-batch-{10**30}"),
         "schedule": ("step",),
         "precision": ("fp8",),
         "kernels": ("fuse",),
@@ -172,6 +174,7 @@ def test_other_words(tmp_path, capsys):
             ["--seed", "1"],
             ["train", "digits"],
             ["train", "--optmizer", "sgd"],
+            ["train", "--epochs", "1", "--batch-size", "1", *out],  # the net has batch norm
             ["train", "--resume", "nowhere"],
             ["train", "--resume", "a\0b"],
             ["train", "--resume", empty],
@@ -199,6 +202,8 @@ def test_other_words(tmp_path, capsys):
             ["sweep", "demo", "--gpus", "nan", *out],
             ["sweep", "demo", "--out", f"{file}/x"],
             ["sweep", "demo", "--out", "a\0b"],
+            ["tune", "--search=--"],
+            ["train", "--task=--"],
             ["tune", "--search", "rho"],
             ["tune", "--search", "roh=1:2"],
             ["tune", "--search", "rho=1:x"],
@@ -256,6 +261,10 @@ BROKEN_YAML = [
     "a: &a [x, x]\nb: &b [*a, *a, *a]\nlr: [*b, *b, *b]",
     "Lr: 1",
     "learning_rate: 1",
+    "lr: !!bool maybe",
+    "seed: !!int ''",
+    "lr: 1\nlr: 2",
+    '{"lr": 1, "lr": 2}',
 ]
 
 
@@ -596,6 +605,37 @@ def test_records(tmp_path, capsys):
             yield ["train", "--resume", str(place)]
 
     all_refused(cases(), capsys, 150)
+
+
+def test_checkpoints(tmp_path, capsys):
+    record = Record(Config(epochs=2, width=8), {"commit": None, "versions": {}, "hardware": {}})
+    record.add({"test_accuracy": 0.1}, 1.0)
+    record.write(tmp_path)
+
+    def cases():
+        for content in (1, [], {}, {"model": 1}, torch.zeros(3), {"model": {}, "optimizer": [], "schedule": None}):
+            torch.save(content, tmp_path / "checkpoint.pt")
+            yield ["train", "--resume", str(tmp_path)]
+        for raw in (b"", b"junk", pickle.dumps(Evil())):
+            (tmp_path / "checkpoint.pt").write_bytes(raw)
+            yield ["train", "--resume", str(tmp_path)]
+
+    answers = [refusal(words, capsys, "checkpoint.pt") for words in cases()]  # one at a time: they share a folder
+    assert answers == [None] * 9
+    assert "must not run" not in capsys.readouterr().out
+
+
+def test_names_that_no_file_can_have(tmp_path, capsys):
+    """In an archive, and for one."""
+    line = json.dumps({"path": "x" * 5000 + "/record.json", "json": {}}) + "\n"
+    (tmp_path / "long.jsonl.xz").write_bytes(lzma.compress(line.encode()))
+    (tmp_path / "study.json").write_text("{}")
+    cases = [
+        ["records", "unpack", str(tmp_path / "long.jsonl.xz"), "-o", str(tmp_path / "out")],
+        *(["records", "pack", str(tmp_path), "-o", f"{name}.jsonl.xz"] for name in ("x" * 5000, "a\0b")),
+        *([*words, "x" * 5000] for words in (["report"], ["records", "pack"], ["sweep"], ["train", "--resume"])),
+    ]
+    all_refused(cases, capsys, 7)
 
 
 def test_a_study_beside_records(tmp_path, capsys):

@@ -13,6 +13,25 @@ def scaler(**own):
     return torch.amp.GradScaler("cpu", **({"init_scale": 1024.0} | own))
 
 
+def test_weights_are_displaced_in_the_scope_and_the_total_is_the_closures():
+    (mine, opt), (other, twin) = (
+        (net, SGDTracer(net.parameters(), lr=0.1, rho=0.5, f0=1.0, model=net))
+        for net in (nn.Linear(3, 1, dtype=torch.float64), nn.Linear(3, 1, dtype=torch.float64))
+    )
+    other.load_state_dict(mine.state_dict())
+    x, before = torch.randn(5, 3).double(), mine.weight.detach().clone()
+    opt.zero_grad()
+    mine(x).square().mean().backward()
+    with opt.perturbed():
+        assert not torch.equal(mine.weight, before)
+        mine(x).square().mean().backward()
+    assert torch.equal(mine.weight, before)
+    opt.step()
+    twin.step(lambda: other(x).square().mean())
+    assert torch.equal(mine.weight, other.weight)
+    assert opt.stats.penalty_ratio == twin.stats.penalty_ratio > 0
+
+
 # Skipped steps.
 
 

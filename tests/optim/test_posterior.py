@@ -117,7 +117,7 @@ def test_a_mapping_is_taken_apart_and_logits_are_found():
 
 
 def test_averaging_calibrates_an_overconfident_net():
-    """A net that has learnt random labels by heart is sure of itself; its posterior is less so."""
+    """A net that has memorised random labels is sure of itself; its posterior is less so."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
     x, y, fresh = torch.randn(60, 8), torch.randint(3, (60,)), torch.randn(300, 8)

@@ -19,6 +19,7 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import Precondition, Ridge
+from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
 from support.problems import make, tanh_mlp
 
@@ -290,3 +291,41 @@ def test_ignoring_does_not_look():
     w = weight()
     SGDTracer([w], nonfinite="ignore", rho=0.0, lr=0.1).step(lambda: (w * math.nan).sum())
     assert torch.isnan(w).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({}, []),
+        ({"interval": 2}, ["interval = 2 counts steps"]),
+        ({"nonfinite": "raise"}, ["nonfinite = 'raise' looks at the numbers"]),
+        ({"rho": "auto", "nonfinite": "skip"}, ["nonfinite = 'skip' looks at", "rho = 'auto' moves"]),
+        ({"dropout": True}, ["its passes draw random numbers"]),
+        ({"steps": 0}, ["make a step first"]),
+    ],
+    ids=str,
+)
+def test_what_a_cuda_graph_cannot_replay(options, reasons):
+    """The reasons; that a capture asks for them is tested on a GPU."""
+    own = {"rho": 0.1, "nonfinite": "ignore"} | options
+    steps, dropout = own.pop("steps", 1), own.pop("dropout", False)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5 if dropout else 0.0)).eval()
+    model.train(dropout)
+    opt, x = SGDTracer(model.parameters(), lr=0.1, **own), torch.randn(5, 3)
+    for _ in range(steps):
+        opt.step(lambda: model(x).square().mean())
+    if not reasons:
+        return check_capture(opt)
+    with pytest.raises(RuntimeError, match="cannot be captured") as caught:
+        check_capture(opt)
+    parts = str(caught.value).partition(": ")[2].split("; ")
+    assert len(parts) == len(reasons)
+    assert all(part.startswith(reason) for part, reason in zip(parts, reasons, strict=True))
+
+
+def test_adam_in_a_cuda_graph_counts_on_the_device():
+    model, x = nn.Linear(3, 2), torch.randn(5, 3)
+    opt = AdamTracer(model.parameters(), rho=0.1, nonfinite="ignore")
+    opt.step(lambda: model(x).square().mean())
+    with pytest.raises(RuntimeError, match="AdamTracer counts steps outside of the graph, pass capturable=True"):
+        check_capture(opt)

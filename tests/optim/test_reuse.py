@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import AdamTracer, SGDTracer, Tracer
+from gtracer import AdamTracer, FiniteDifference, SGDTracer, Tracer
 from gtracer.curvature import hutchinson
 from gtracer.experimental import PartialBatch, PreviousStep
 
@@ -265,3 +265,8 @@ def test_a_loop_without_closure_is_refused():
         opt.step()
     with pytest.raises(RuntimeError, match="one pass in all"):
         opt.perturbed()
+
+
+def test_where_nothing_is_said_the_partial_batch_is_a_forward_difference_as_long_as_any():
+    assert PartialBatch(0.5) == PartialBatch(0.5, radius=FiniteDifference().radius, central=FiniteDifference().central)
+    assert not PartialBatch(0.5).central

@@ -75,7 +75,7 @@ class TracerMixin(_MeanLoss):
         self._window: list[tuple[dict[str, Any], Any]] = []  # micro-batches of the step under way
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One micro-batch; behind the last of a step, all of them again at displaced weights."""
+        """One micro-batch; after the last of a step, all of them again at displaced weights."""
         opt = self._two_pass_optimizer()
         if opt.model is None:
             opt.model = model  # whose buffers the second pass leaves alone; wrapped, as several processes want it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -88,7 +89,7 @@ class Config:
     width: Units = option(256, "units of an mlp's hidden layers")
     depth: Units = option(2, "number of an mlp's hidden layers")
     init: Init = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones")
-    optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; behind it -tracer, -sam or -asam")
+    optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; followed by -tracer, -sam or -asam")
     lr: Positive = option(0.02, "learning rate")
     momentum: ShareBelowOne = option(0.9, "of SGD, and of others that have one")
     dampening: Number = option(0.0, "of SGD")
@@ -184,7 +185,7 @@ class Config:
 
     @property
     def folder(self) -> str:
-        """A folder name that tells the run and is its own: the options behind the seed by a checksum."""
+        """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
         mark = hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 
@@ -233,13 +234,37 @@ def parsed(path: Path) -> Any:
     text = files.read(path)
     yaml = _yaml()
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.load(text, _loader())
+    except LabError as error:
+        raise LabError(f"{path}: {error}") from error
     except RecursionError as error:
         raise LabError(f"{path} is nested too deep") from error
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:  # the last two of YAML's own tags
+    except Exception as error:  # whatever YAML's constructors come across: `!!bool maybe` is a KeyError
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else shown(one_line(error))
         raise LabError(f"{path} is neither YAML nor JSON: {where}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping whose names differ: of two equal ones the first would be lost without a word."""
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise LabError(f"{shown(name)} stands {times} times in one mapping")
+    return dict(pairs)
+
+
+@cache
+def _loader() -> Any:
+    """YAML's safe loader, which takes a name once, as above."""
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            if isinstance(node, yaml.MappingNode):
+                _once([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def _number(value: Any) -> Any:

@@ -36,7 +36,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        lost = isinstance(error, FileNotFoundError) and not path.parent.is_dir()
+        lost = isinstance(error, FileNotFoundError) and not is_folder(path.parent)
         why = f"there is no folder {path.parent}" if lost else reason(error)
         raise LabError(f"cannot read {path}: {why}{_in_the_way(path.parent)}") from error
 
@@ -58,6 +58,14 @@ def exists(path: Path) -> bool:
     """Whether there is such a file or folder; there is none of a name that no file can have."""
     try:
         return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; as above."""
+    try:
+        return path.is_dir()
     except (OSError, ValueError):
         return False
 
@@ -97,7 +105,7 @@ def in_turn(folder: Path) -> Iterator[None]:
 
 def _in_the_way(folder: Path) -> str:
     """What to do where a file has the place of a folder."""
-    file = next((place for place in (folder, *folder.parents) if exists(place) and place.is_file()), None)
+    file = next((place for place in (folder, *folder.parents) if exists(place) and not is_folder(place)), None)
     hint = "choose a folder, or unpack the records that it holds: gtracer records unpack"
     return "" if file is None else f"; {file} is a file: {hint} {file}"
 

@@ -20,6 +20,12 @@ class Parser(argparse.ArgumentParser):
         near = similar(option, self._options()) if option else similar(word, re.findall(r"[\w.-]+", choices or ""))
         self.exit(2, f"gtracer: {': '.join(filter(None, [shortened(message), near]))} (see {self.prog} --help)\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        for word in args or ():
+            if re.fullmatch("--[^=]+=--", word):  # argparse takes it for no value, and makes an empty list of it
+                self.error(f"argument {word[:-3]}: expected one argument")
+        return super().parse_known_args(args, namespace)
+
     def _options(self) -> set[str]:
         """Its own, and those of its commands: what none of them knows comes back to the first."""
         commands = [a.choices.values() for a in self._actions if isinstance(a, argparse._SubParsersAction)]

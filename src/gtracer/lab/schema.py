@@ -12,16 +12,7 @@ from gtracer.lab.errors import LabError, shown, unknown
 
 # Nothing is converted (a word is no number, True is not 1), and NaN and infinity are no numbers.
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
-TOLD = 5  # errors, of however many
-# Where pydantic's own words are those of Python.
-PLAINLY = {
-    "dict_type": "a mapping",
-    "list_type": "a list",
-    "string_type": "text",
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-}
+MOST = 5  # errors that are named
 # Where pydantic's own words are those of Python.
 PLAINLY = {
     "dict_type": "a mapping",
@@ -78,12 +69,14 @@ Place = Annotated[int, Field(ge=0, lt=2**63), must_be("a whole number of at leas
 
 def problems(error: ValidationError, what: str = "key", known: Collection[str] = ()) -> LabError:
     """All that is wrong, in one line; names that are none of the known with those that are near."""
-    found = list(dict.fromkeys(_told(one, what, known) for one in error.errors(include_url=False)))
-    more = [f"and {len(found) - TOLD} more"] if len(found) > TOLD else []
-    return LabError("; ".join(found[:TOLD] + more))
+    found = list(dict.fromkeys(_message(one, what, known) for one in error.errors(include_url=False)))
+    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
+    choices = f": choose from {', '.join(sorted(known))}"
+    first, hint, others = "; ".join(found[:MOST] + more).partition(choices)  # which are said once
+    return LabError(first + hint + others.replace(choices, ""))
 
 
-def _told(error: ErrorDetails, what: str, known: Collection[str]) -> str:
+def _message(error: ErrorDetails, what: str, known: Collection[str]) -> str:
     if error["type"] == "extra_forbidden":
         return str(unknown(what, error["loc"][-1], known))
     place = _place(error["loc"])

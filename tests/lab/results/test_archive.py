@@ -161,7 +161,7 @@ class TestReading:
         assert [place for place, _ in found] == folders
         assert {type(read) for _, read in found} == {Record}
 
-    def test_a_shelf(self, tmp_path):
+    def test_a_folder_of_runs(self, tmp_path):
         """What `studies/chosen.py` reads; other sweeps' runs below the folder are not its own."""
         path = packed(tmp_path / "runs")
         of_folder, of_archive = RunsFolder.of(tmp_path / "runs").records, RunsFolder.of(path).records

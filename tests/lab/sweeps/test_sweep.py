@@ -118,8 +118,8 @@ def test_the_sweep_itself_is_killed(tmp_path):
         until(lambda: list((tmp_path / "out").glob(f"*/{CHECKPOINT}")))
         process.kill()
         ended(process)
-    shelf = RunsFolder.of(tmp_path / "out")
-    finished = {folder.name for record, folder in shelf.records.values() if record.finished}
+    runs = RunsFolder.of(tmp_path / "out")
+    finished = {folder.name for record, folder in runs.records.values() if record.finished}
     before = stamps(tmp_path / "out")
 
     until(lambda: all(is_free(path.parent) for path in (tmp_path / "out").glob(f"*/{NAME}")))

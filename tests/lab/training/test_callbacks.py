@@ -1,4 +1,4 @@
-"""What watches a run."""
+"""What follows a run."""
 
 import pytest
 

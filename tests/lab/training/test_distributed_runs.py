@@ -12,7 +12,7 @@ from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import Record
 from gtracer.lab.training import checkpoint
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
-from gtracer.lab.training.distributed import Ranks
+from gtracer.lab.training.distributed import ProcessGroup
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
 from support.commands import ended, finished, torchrun, until
@@ -24,20 +24,19 @@ SMALL = Config(
     label_noise=0.5,
     epochs=3,
     batch_size=673,
-    rho=0.003,
-    delta=0.01,
     holdout=0.1,
     device="cpu",
 )
+TRACER = {"rho": 0.003, "delta": 0.01}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"optimizer": "sgd-tracer"},
+        {"optimizer": "sgd-tracer", **TRACER},
         {"optimizer": "sam", "rho": 0.1, "holdout": 0.0},
         # With Adam's usual ε rounding alone decides the step of a weight whose gradient is next to nothing.
-        {"optimizer": "adam-tracer", "lr": 1e-3, "eps": 1e-3, "difference": "central"},
+        {"optimizer": "adam-tracer", "lr": 1e-3, "eps": 1e-3, "difference": "central", **TRACER},
         {"optimizer": "sgd", "batch_size": 100},
     ],
     ids=lambda change: change["optimizer"],
@@ -60,7 +59,7 @@ def test_the_same_numbers_as_one(change, tmp_path):
 
 def test_interrupted_and_resumed(tmp_path):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
-    config = replace(SMALL, epochs=80, batch_size=256, width=8)
+    config = replace(SMALL, epochs=80, batch_size=256, width=8, **TRACER)
     config.write(tmp_path / "c.yaml")
     code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
     assert code == 0, error
@@ -87,12 +86,12 @@ def test_interrupted_and_resumed(tmp_path):
 )
 def test_what_cannot_be_shared_is_refused(change, message):
     with pytest.raises(LabError, match=message):
-        Run(replace(SMALL, **change), Ranks(torch.device("cpu"), rank=0, world=2))
+        Run(replace(SMALL, **change), ProcessGroup(torch.device("cpu"), rank=0, world=2))
 
 
 def test_shares_are_equal_and_every_row_counts_once():
     rows = torch.arange(100, 107)
-    shares = [Ranks(torch.device("cpu"), rank, 3).share(rows) for rank in range(3)]
+    shares = [ProcessGroup(torch.device("cpu"), rank, 3).share(rows) for rank in range(3)]
     assert [part.tolist() for part, _ in shares] == [[100, 103, 106], [101, 104, 100], [102, 105, 100]]
     assert [counted for _, counted in shares] == [3, 2, 2]
-    assert Ranks(torch.device("cpu")).share(rows)[0] is rows
+    assert ProcessGroup(torch.device("cpu")).share(rows)[0] is rows

@@ -45,7 +45,7 @@ def test_compiled_is_the_same_run(tmp_path):
 
 def test_against_a_loop_by_hand(tmp_path, monkeypatch):
     """One epoch of the lab is one epoch of torch's SGD, written out."""
-    monkeypatch.setattr("gtracer.lab.training.run.WRONG_SHOWN", 100)
+    monkeypatch.setattr("gtracer.lab.training.run.MISLABELLED_SHOWN", 100)
     config = replace(SMALL, optimizer="sgd", epochs=1, lr=0.1, weight_decay=0.01)
     record = train(config, tmp_path, [])
     task = data.load(config)
@@ -89,7 +89,7 @@ class TestHoldout:
         assert Run(config).steps_an_epoch == math.ceil(len(rest.train.labels) / 256) == 4
 
     def test_accuracy_is_against_the_labels_it_has(self):
-        """They are all that somebody with wrong labels has."""
+        """They are all that somebody with noisy labels has."""
         config = replace(SMALL, holdout=0.3, model="mlp-bn", optimizer="sgd", lr=0.1)
         run, held = Run(config), data.load(config).holdout
         for _ in range(5):

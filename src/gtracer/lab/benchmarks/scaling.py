@@ -1,4 +1,4 @@
-"""`gtracer bench sizes`: whether what TRACER costs grows with the net or the batch faster than SGD's step does."""
+"""`gtracer bench scaling`: whether what TRACER costs grows with the net or the batch faster than SGD's step does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cases(batch_size: int) -> list[Case]:
     return grown + [Case("batch", DEPTHS[0], max(1, int(batch_size * times))) for times in BATCHES]
 
 
-def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console) -> None:
+def scaling(*, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console) -> None:
     """Time of a step of SGD-TRACER over SGD's, size by size; printed and written."""
     place = measurement.place_of(device)
     rows = {name: row for name, row in optimizers.rows(place, twice=False).items() if name in COMPARED}
@@ -48,7 +48,7 @@ def sizes(*, batch_size: int, rounds: int, device: str, precision: str, out: Pat
             found[-1]["graphs"] = measurement.seconds_of(graphs, rounds, place)
             del steps, graphs
             torch.cuda.empty_cache()
-    result = measurement.result_of("sizes", place, precision=precision, rounds=rounds, cases=found)
+    result = measurement.result_of("scaling", place, precision=precision, rounds=rounds, cases=found)
     measurement.publish(result, [_table(result)], out, console)
 
 

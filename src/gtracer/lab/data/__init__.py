@@ -45,12 +45,12 @@ def check(name: str) -> None:
     there = files.exists(path)
     if not there and (path.suffix in text.FORMATS or "/" in name):
         raise LabError(f"cannot read {name}: there is no such file or folder of texts")
-    if not there or (path.suffix not in text.FORMATS and not path.is_dir()):
+    if not there or (path.suffix not in text.FORMATS and not files.is_folder(path)):
         raise unknown("task", name, TASKS)
 
 
 def load(config: Config) -> Task:
-    """The task's data, or a share of it; a seeded share of the training labels is wrong, of the examples held out."""
+    """The task's data, or a share of it; a seeded share of the training labels is noisy, of the examples held out."""
     check(config.task)
     if config.task in TASKS:
         task = TASKS[config.task](config)

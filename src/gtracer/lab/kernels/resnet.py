@@ -46,7 +46,7 @@ POINTWISE = Tile(128, 4)
 
 @dataclass(frozen=True)
 class Layer:
-    """A 3 × 3 convolution of square images and the batch norm behind it, and where they lie among all others."""
+    """A 3 × 3 convolution of square images and the batch norm after it, and where they lie among all others."""
 
     conv: nn.Conv2d
     norm: nn.BatchNorm2d
@@ -70,7 +70,7 @@ class Layer:
         return 9 * self.inputs * self.outputs
 
     def of(self, sums: Tensor) -> Tensor:
-        """Where its norm's sums begin; the second row lies as many behind as there are channels."""
+        """Where its norm's sums begin; the second row follows after as many as there are channels."""
         return sums[0, self.channel :]
 
     def weights_in(self, flat: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def build(name: str, classes: int, max_length: int) -> Built:
 def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a damaged folder can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LabError(f"model {name!r} could not be loaded, its {what}: {first}") from error
 

@@ -22,7 +22,7 @@ BYTES = ("utf-8", "surrogateescape")  # gives any bytes back, also those that ar
 
 def is_packed(path: Path) -> bool:
     """Whether the path is that of an archive rather than of a folder."""
-    return path.name.endswith(SUFFIX) and path.name != SUFFIX and not path.is_dir()
+    return path.name.endswith(SUFFIX) and path.name != SUFFIX and not files.is_folder(path)
 
 
 def archive_of(folder: Path) -> Path:
@@ -73,14 +73,14 @@ def pack(folder: Path, archive: Path) -> list[str]:
 
     The same folder gives the same bytes. The folder stays.
     """
-    if not folder.is_dir():
+    if not files.is_folder(folder):
         raise LabError(f"{folder} is no folder: give the one that gtracer sweep or train wrote to")
     _check_name(archive)
     found = [path for path in sorted(folder.rglob(PACKED)) if path.is_file()]
     if not found:
         raise LabError(f"{folder} holds no {PACKED}: there is nothing to pack")
     content = {path.relative_to(folder).as_posix(): files.read(path) for path in found}
-    if archive.exists() and (lost := unpacked(archive).keys() - content.keys()):
+    if files.exists(archive) and (lost := unpacked(archive).keys() - content.keys()):
         raise LabError(
             f"{archive} holds {len(lost)} files that are not in {folder}, such as {min(lost)}: unpack it there first "
             f"(gtracer records unpack {archive} -o {folder}), or choose another name"
@@ -104,7 +104,7 @@ def unpack(archive: Path, folder: Path, runs: Collection[str] = ()) -> int:
             raise unknown(f"run in {archive}", run, known)
     wanted = {name: text for name, text in content.items() if not runs or PurePosixPath(name).parent.as_posix() in runs}
     for name, text in wanted.items():
-        if (folder / name).exists() and files.read(folder / name) != text:
+        if files.exists(folder / name) and files.read(folder / name) != text:
             raise LabError(f"{folder / name} is there with other content: nothing was unpacked, choose another folder")
     for name, text in wanted.items():
         files.write(folder / name, text)

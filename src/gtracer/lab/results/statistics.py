@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from gtracer.lab import files
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results import archive, record
@@ -98,7 +99,7 @@ class Result:
     def seconds(self) -> float | None:
         """An epoch's time, the median over all epochs of the finished runs that had their device to themselves.
 
-        Side by side a run's clock shows its neighbours' steps too.
+        In parallel a run's clock shows its neighbours' steps too.
         """
         alone = [r for r in self.finished if "runs_side_by_side" not in r.environment.get("hardware", {})]
         times = [second for r in alone for second in r.seconds]
@@ -199,7 +200,7 @@ def read(path: Path, of: Study | None = None) -> tuple[Results, list[str]]:
     The last is of what the records differ in. With it comes a line for each record that cannot be read: the others are
     reported without it.
     """
-    if not (path.is_dir() or archive.is_packed(path)):
+    if not (files.is_folder(path) or archive.is_packed(path)):
         raise LabError(f"{path} is no folder and no archive: give what gtracer sweep, train or records pack wrote")
     records: list[Record] = []
     problems: list[str] = []

@@ -19,8 +19,8 @@ def table(results: Results) -> Table:
         padding=(0, 0, 0, 1),
     )
     several = len(results.study.settings) > 1
-    wrong = any(result.last("memorised") for result in results.all)
-    shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("memorised", wrong)]
+    memorised = any(result.last("memorised") for result in results.all)
+    shown = [("", True), ("n", True), ("last epoch", True), ("best epoch", True), ("memorised", memorised)]
     shown += [("paper", bool(results.study.paper)), ("", any(map(results.note, results.all)))]
     for heading, is_shown in shown:
         if is_shown:
@@ -37,6 +37,6 @@ def table(results: Results) -> Table:
 
 def _cells(result: Result) -> list[str]:
     estimates = (result.last(), result.best(), result.last("memorised"))
-    last, best, wrong = (str(Estimate.of(values)) if values else "" for values in estimates)
+    last, best, memorised = (str(Estimate.of(values)) if values else "" for values in estimates)
     paper = "" if result.paper is None else f"{result.paper[0]:.1f} ± {result.paper[1]:.1f}"
-    return [result.point.label, str(len(result.finished)), last, best, wrong, paper]
+    return [result.point.label, str(len(result.finished)), last, best, memorised, paper]

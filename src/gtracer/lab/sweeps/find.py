@@ -32,9 +32,17 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
     The branches have the run's learning rate, without warm-up or schedule.
     """
     asked = _asked(config, steps, candidates)
-    known = read(folder)
-    if known is not None and known[1] == asked:
-        return known[0]
+    with files.locked(folder, "search"):  # before anything is trained for a folder that cannot be written
+        known = read(folder)
+        if known is not None and known[1] == asked:
+            return known[0]
+        curve = _found(config, steps, candidates)
+        _write(folder, curve, asked)
+        return curve
+
+
+def _found(config: Config, steps: int | None, candidates: list[float] | None) -> RhoCurve:
+    """The branches, trained."""
     run = Run(branched(config))
     if not isinstance(run.optimizer, TwoPassOptimizer):
         raise LabError(
@@ -43,7 +51,7 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
     count = steps or max(1, round(SHARE * run.steps_an_epoch * config.epochs))
     batches, held_out = _training(run, count), _held_out(run)
     try:
-        curve = find_rho(
+        return find_rho(
             run.model,
             lambda batch: _loss(run, batch),
             batches,
@@ -56,8 +64,6 @@ def find(config: Config, folder: Path, steps: int | None = None, candidates: lis
         )
     except ValueError as error:
         raise LabError(str(error)) from error
-    _write(folder, curve, asked)
-    return curve
 
 
 def branched(config: Config) -> Config:
@@ -69,19 +75,19 @@ def branched(config: Config) -> Config:
 def read(folder: Path) -> tuple[RhoCurve, dict[str, Any]] | None:
     """The curve that the folder holds, and what was asked."""
     path = folder / CURVE
-    if not path.exists():
+    if not files.exists(path):
         return None
     try:
-        told = json.loads(files.read(path))
+        found = json.loads(files.read(path))
         numbers = [
             Branch(b["rho"], tuple(math.nan if x is None else x for x in b["held_out"]), _number(b["train"]))
-            for b in told["branches"]
+            for b in found["branches"]
         ]
         curve = RhoCurve(
-            told["rho"], told["reason"], tuple(numbers), tuple(told["collapsed"]), told["chance"], told["steps"]
+            found["rho"], found["reason"], tuple(numbers), tuple(found["collapsed"]), found["chance"], found["steps"]
         )
-        return curve, told["asked"]
-    except (ValueError, KeyError, TypeError) as error:
+        return curve, found["asked"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LabError(f"{path} is damaged ({error}): remove it to start over") from error
 
 
@@ -139,9 +145,9 @@ def _loss(run: Run, batch: Rows) -> Tensor:
 
 def _held_out_batch(run: Run, places: Tensor) -> tuple[Any, Tensor]:
     assert run.holdout is not None
-    reading = run.holdout
-    rows = torch.cat([part for part, _ in reading.parts])[places.to(run.device)]
-    return reading.batch(rows, reading.batch.width(rows.cpu())), reading.labels[places.to(run.device)]
+    held_out = run.holdout
+    rows = torch.cat([part for part, _ in held_out.parts])[places.to(run.device)]
+    return held_out.batch(rows, held_out.batch.width(rows.cpu())), held_out.labels[places.to(run.device)]
 
 
 def _chance(labels: Tensor) -> float:

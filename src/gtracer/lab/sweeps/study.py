@@ -254,7 +254,7 @@ class Study:
     def beside(cls, records: Path) -> Study | None:
         """The one that was written beside these records, in their folder or archive, if there is one."""
         if not archive.is_packed(records):
-            return cls.read(records / NAME) if (records / NAME).exists() else None
+            return cls.read(records / NAME) if files.exists(records / NAME) else None
         content = archive.unpacked(records).get(NAME)
         try:
             return None if content is None else cls.from_mapping(json.loads(content))
@@ -272,7 +272,7 @@ def load(name: str) -> Study:
     if name in shipped():
         return Study.read(shipped()[name])
     if Path(name).suffix in (".yaml", ".yml", ".json"):
-        if not Path(name).exists():
+        if not files.exists(Path(name)):
             raise LabError(f"cannot read {name}: there is no such study")
         return Study.read(Path(name))
     if "/" in name:

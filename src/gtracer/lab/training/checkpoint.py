@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ def save(run: Run, folder: Path, results: dict[str, Any]) -> None:
         random["cuda"] = torch.cuda.get_rng_state(run.device)
     if run.generator is not None:
         random["own"] = run.generator.get_state()
-    everyone = run.ranks.all(random)
-    if not run.ranks.is_first:
+    everyone = run.processes.all(random)
+    if not run.processes.is_first:
         return
     state = {name: part.state_dict() for name, part in _parts(run).items()}
     state |= {"random": everyone, "results": results}
@@ -41,13 +40,15 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
     content = files.read(path)
     try:
         state = torch.load(BytesIO(content), map_location=run.device, weights_only=True)
+        if not isinstance(state, dict):
+            raise ValueError(f"it holds a {type(state).__name__}")
         for name, part in _parts(run).items():
             part.load_state_dict(state[name])
         for name in COUNTS:
             setattr(run, name, state[name])
-        if len(state["random"]) != run.ranks.world:
-            raise ValueError(f"{len(state['random'])} processes, not {run.ranks.world}, wrote it")
-        random = state["random"][run.ranks.rank]
+        if len(state["random"]) != run.processes.world:
+            raise ValueError(f"{len(state['random'])} processes, not {run.processes.world}, wrote it")
+        random = state["random"][run.processes.rank]
         torch.set_rng_state(random["cpu"].cpu())
         if run.device.type == "cuda":
             torch.cuda.set_rng_state(random["cuda"].cpu(), run.device)
@@ -59,7 +60,7 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
                 f"it has results of {len(results['seconds'])} epochs, the model was trained for {run.epoch}"
             )
         return results
-    except (RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError, TypeError) as error:
+    except Exception as error:  # whatever pickle and load_state_dict come across
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise LabError(f"{path} is damaged or of another run ({first}): remove it to start over") from error
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 Thing = TypeVar("Thing")
 
 
-class Ranks:
+class ProcessGroup:
     """One process by itself; or, under `torchrun`, one of several, each with a share of every batch."""
 
     def __init__(self, device: torch.device, rank: int = 0, world: int = 1) -> None:
@@ -89,18 +89,18 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
+def joined(device: torch.device) -> Iterator[ProcessGroup]:
     """The others that `torchrun` has started, for as long as they work together."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Ranks(device)
+        yield ProcessGroup(device)
         return
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield Ranks(device, distributed.get_rank(), world)
+        yield ProcessGroup(device, distributed.get_rank(), world)
         distributed.barrier()  # who leaves first takes the connections with him
     finally:
         distributed.destroy_process_group()

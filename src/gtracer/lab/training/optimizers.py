@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -98,9 +99,8 @@ def parsed(name: str) -> tuple[str, str]:
 
 def estimator(name: str) -> Estimator:
     """An estimator of the curvature by its name."""
-    size = name.removeprefix("micro-batch-")
-    if size != name and size.isdigit() and int(size) > 0:
-        return micro_batch(int(size))
+    if size := re.fullmatch("micro-batch-([1-9][0-9]{0,8})", name):
+        return micro_batch(int(size[1]))
     if name not in ESTIMATORS:
         raise unknown("curvature", name, [*ESTIMATORS, "micro-batch-32"])
     return ESTIMATORS[name]

@@ -16,16 +16,16 @@ from gtracer.lab import data, models
 from gtracer.lab.config import Config
 from gtracer.lab.data.batches import Batch, cropped_and_flipped
 from gtracer.lab.data.task import Split
-from gtracer.lab.errors import DivergedError, LabError
+from gtracer.lab.errors import DivergedError, LabError, one_line
 from gtracer.lab.kernels.resnet import Fused
 from gtracer.lab.models.encoders import Classifier
 from gtracer.lab.training import optimizers
 from gtracer.lab.training.device import device_of
-from gtracer.lab.training.distributed import Ranks
+from gtracer.lab.training.distributed import ProcessGroup
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
-WRONG_SHOWN = 5000  # mislabelled examples that are looked at each epoch: an error of 0.7 points at most
+MISLABELLED_SHOWN = 5000  # mislabelled examples that are looked at each epoch: an error of 0.7 points at most
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
@@ -45,18 +45,18 @@ class EvaluationData:
 class Run:
     """Everything that changes while training. The same configuration makes the same run, step for step."""
 
-    def __init__(self, config: Config, ranks: Ranks | None = None, **own: Any) -> None:
+    def __init__(self, config: Config, processes: ProcessGroup | None = None, **own: Any) -> None:
         """Make it.
 
         Args:
             config: Decides everything.
-            ranks: The processes that share it, if there are others.
+            processes: The processes that share it, if there are others.
             **own: Arguments of torch's optimiser beside those of the configuration.
         """
         self.config = config
-        self.ranks = ranks or Ranks(device_of(config.device))
-        self.device = self.ranks.device
-        if self.ranks.world > 1:
+        self.processes = processes or ProcessGroup(device_of(config.device))
+        self.device = self.processes.device
+        if self.processes.world > 1:
             _refuse_what_is_not_shared(config)
         task = data.load(config)
         if config.augment and task.kind != "image":
@@ -65,7 +65,7 @@ class Run:
         built = models.build(config, task)
         self.model = built.model.to(self.device)
         self.optimizer = optimizers.build(config, self.model, **own)
-        self.trained: Callable[[Any], Tensor] = self.ranks.wrapped(self.model)
+        self.trained: Callable[[Any], Tensor] = self.processes.wrapped(self.model)
         self.evaluated: Callable[[Any], Tensor] = self.model
         if isinstance(self.model, Classifier):
             if config.kernels == "fused":
@@ -77,16 +77,16 @@ class Run:
             self.trained = torch.compile(self.trained, dynamic=False)
         elif config.kernels == "fused":
             self.trained = self.evaluated = Fused(self.model, DTYPES[config.precision])
-        if self.ranks.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
-            torch.manual_seed(config.seed * 1_000_003 + self.ranks.rank)
+        if self.processes.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
+            torch.manual_seed(config.seed * 1_000_003 + self.processes.rank)
         self.train_batch = built.batches(task.train, self.device)
         self.labels = task.train.labels.to(self.device)
         self.test = self._evaluation_data(built.batches(task.test, self.device), task.test)
         self.holdout = None
         if task.holdout is not None:
             self.holdout = self._evaluation_data(built.batches(task.holdout, self.device), task.holdout)
-        wrong = (task.train.labels != task.train.truth).nonzero().flatten()[:WRONG_SHOWN]
-        self.wrong = self._evaluation_data(self.train_batch, task.train, wrong) if len(wrong) else None
+        rows = (task.train.labels != task.train.truth).nonzero().flatten()[:MISLABELLED_SHOWN]
+        self.mislabelled = self._evaluation_data(self.train_batch, task.train, rows) if len(rows) else None
         self.notes, self.model_name = built.notes, built.name
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
@@ -105,7 +105,7 @@ class Run:
 
     def _evaluation_data(self, batch: Batch, split: Split, rows: Tensor | None = None) -> EvaluationData:
         rows = batch.sorted(torch.arange(len(split.labels)) if rows is None else rows)
-        mine, _ = self.ranks.share(rows)
+        mine, _ = self.processes.share(rows)
         size = EVALUATION_BATCHES[self.config.kernels] * self.config.batch_size
         parts = [(part.to(self.device), batch.width(part)) for part in torch.split(mine, size)]
         return EvaluationData(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
@@ -129,11 +129,15 @@ class Run:
         """One step of the optimiser; the loss before it, such that the mean over the processes is the batch's."""
 
         def loss_of(inputs: Any, labels: Tensor) -> Tensor:
-            with self._precision():
-                outputs = self.trained(inputs).float()
-            if self.ranks.world == 1:
+            try:
+                with self._precision():
+                    outputs = self.trained(inputs).float()
+            except ValueError as error:  # torch's batch norm of one example, above all
+                what = f"{self.model_name} refuses a batch of {len(labels)}: {one_line(error)}"
+                raise LabError(f"{what}; choose another batch_size or model") from error
+            if self.processes.world == 1:
                 return cross_entropy(outputs, labels)
-            return cross_entropy(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.ranks.world / of)
+            return cross_entropy(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.processes.world / of)
 
         if isinstance(self.optimizer, TwoPassOptimizer):
             found: Tensor = self.optimizer.step(loss_of, inputs, labels)
@@ -165,18 +169,18 @@ class Run:
     @torch.no_grad()
     def measured(self) -> dict[str, Tensor]:
         """How good the model is: on the test data, on held-out data, and on mislabelled examples."""
-        self.ranks.as_first(self.model.buffers())
+        self.processes.as_first(self.model.buffers())
         logits = self._logits(self.test)
         found = {
-            "test_accuracy": share_right(logits, self.test.labels),
+            "test_accuracy": accuracy(logits, self.test.labels),
             "test_loss": cross_entropy(logits, self.test.labels),
         }
         if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
-            found["holdout_accuracy"] = share_right(self._logits(self.holdout), self.holdout.labels)
-        if self.wrong is not None:
-            logits = self._logits(self.wrong)
-            found["memorised"] = share_right(logits, self.wrong.labels)
-            found["recovered"] = share_right(logits, self.wrong.truth)
+            found["holdout_accuracy"] = accuracy(self._logits(self.holdout), self.holdout.labels)
+        if self.mislabelled is not None:
+            logits = self._logits(self.mislabelled)
+            found["memorised"] = accuracy(logits, self.mislabelled.labels)
+            found["recovered"] = accuracy(logits, self.mislabelled.truth)
         return found
 
     @torch.no_grad()
@@ -185,7 +189,7 @@ class Run:
         self.model.eval()
         with self._precision():
             outputs = torch.cat([self.evaluated(data.batch(*part)).float() for part in data.parts])
-        return self.ranks.joined(outputs)[: len(data.labels)]
+        return self.processes.joined(outputs)[: len(data.labels)]
 
 
 def _refuse_what_is_not_shared(config: Config) -> None:
@@ -199,5 +203,5 @@ def _refuse_what_is_not_shared(config: Config) -> None:
         raise LabError("engine = 'exact' cannot be shared by several processes: use finite-difference, or one process")
 
 
-def share_right(logits: Tensor, labels: Tensor) -> Tensor:
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(1) == labels).double().mean()

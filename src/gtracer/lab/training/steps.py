@@ -47,12 +47,12 @@ class Eager:
 
     def _make(self, rows: Tensor) -> float:
         run = self.run
-        mine, counted = run.ranks.share(rows)
+        mine, counted = run.processes.share(rows)
         inputs, labels = run.batch(mine)
         if counted < len(mine):  # padding rows, excluded from the loss
             labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
         try:
-            loss = float(run.ranks.mean(run.update(inputs, labels, len(rows))))
+            loss = float(run.processes.mean(run.update(inputs, labels, len(rows))))
         except NonFiniteError:
             loss = math.nan
         run.require_finite(loss)

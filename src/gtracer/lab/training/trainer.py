@@ -20,7 +20,7 @@ from gtracer.lab.training.interrupts import stop_on_interrupt
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.steps import Eager, Steps
 
-Told = float | dict[str, float] | None  # the loss of a step; the row of an epoch; neither, where it only pauses
+Progress = float | dict[str, float] | None  # the loss of a step; the row of an epoch; neither, where it only pauses
 
 
 def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bool | None = False) -> Record:
@@ -37,27 +37,27 @@ def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bo
         DivergedError: Where the loss is not finite any more; the record says so, and it is not run again.
         Interrupted: On Ctrl-C, after saving.
     """
-    with joined(device_of(config.device)) as ranks, ExitStack() as lock:
-        found = ranks.from_first(lambda: claimed(folder, config, resume, lock))
+    with joined(device_of(config.device)) as processes, ExitStack() as lock:
+        found = processes.from_first(lambda: claimed(folder, config, resume, lock))
         if found is not None and found.finished:
             return found
-        steps = Eager(Run(config, ranks))
+        steps = Eager(Run(config, processes))
         record = begun(steps, folder, found)
         with stop_on_interrupt() as stopped, closing(fit(steps, record, folder)) as progress:
-            for told in progress:
+            for news in progress:
                 for callback in callbacks:
-                    if isinstance(told, dict):
-                        callback.epoch(steps.run, told)
-                    elif told is not None:
-                        callback.step(steps.run, told)
-                if not isinstance(told, dict) and ranks.any(stopped()):
+                    if isinstance(news, dict):
+                        callback.epoch(steps.run, news)
+                    elif news is not None:
+                        callback.step(steps.run, news)
+                if not isinstance(news, dict) and processes.any(stopped()):
                     progress.close()
                     steps.save(folder, record.results())
                     raise Interrupted(f"go on with gtracer train --resume {folder}")
         return record
 
 
-def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -> Generator[Told]:
+def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -> Generator[Progress]:
     """The training loop, whoever makes the steps: to the last epoch, with record and checkpoint on the way.
 
     Args:
@@ -68,7 +68,7 @@ def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -
     """
     run = steps.run
     # Before the first epoch is spent on a folder that cannot be written.
-    run.ranks.from_first(lambda: record.write(folder))
+    run.processes.from_first(lambda: record.write(folder))
     saved = time.monotonic()
     try:
         while run.epoch < run.config.epochs:
@@ -79,20 +79,20 @@ def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -
             if time.monotonic() - saved >= save_seconds:
                 # With the results: should the power fail between the two files, they are taken from the checkpoint.
                 steps.save(folder, record.results())
-                run.ranks.from_first(lambda: record.write(folder))
+                run.processes.from_first(lambda: record.write(folder))
                 saved = time.monotonic()
             yield row
     except DivergedError as error:
         record.failure = str(error)
-        if run.ranks.is_first:
+        if run.processes.is_first:
             record.write(folder)
         raise
-    if run.ranks.is_first:
+    if run.processes.is_first:
         record.write(folder)
         (folder / checkpoint.NAME).unlink(missing_ok=True)
 
 
-def _epoch(steps: Steps) -> Generator[Told, None, dict[str, float]]:
+def _epoch(steps: Steps) -> Generator[Progress, None, dict[str, float]]:
     start = time.perf_counter()
     try:
         yield from steps.rest_of_epoch()
@@ -123,12 +123,12 @@ def begun(steps: Steps, folder: Path, found: Record | None, in_parallel: int = 1
     Epochs without a checkpoint cannot be gone on from, and must not be counted beside those that are made now.
     """
     run = steps.run
-    if found is not None and run.ranks.from_first((folder / checkpoint.NAME).exists):
+    if found is not None and run.processes.from_first((folder / checkpoint.NAME).exists):
         found.take(steps.load(folder))
         return found
     lost = 0 if found is None else found.epochs
     again = [f"started over: there was no checkpoint of the {lost} epochs made before"] if lost else []
-    environment = provenance.describe(run.device, run.ranks.world, in_parallel)
+    environment = provenance.describe(run.device, run.processes.world, in_parallel)
     return Record(run.config, environment, notes=[*run.notes, *again], resolved=resolution.of(run))
 
 

@@ -77,7 +77,7 @@ def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monke
     monkeypatch.setattr("gtracer.lab.sweeps.launchers.cuda_graphs.SAVE_SECONDS", 0)
     plain, together, refused, ended = Captured.rest_of_epoch, weakref.WeakSet(), [], []
 
-    def crowded(self):
+    def without_memory(self):
         together.add(self)
         if self.run.epoch == 1 and len(together) > room:
             refused.append(self.run.config)
@@ -90,7 +90,7 @@ def test_one_that_finds_no_memory_waits_for_its_neighbours(tmp_path, room, monke
             yield cell
 
     alone, _ = trained(RUNS, tmp_path / "alone", 1)
-    monkeypatch.setattr(Captured, "rest_of_epoch", crowded)
+    monkeypatch.setattr(Captured, "rest_of_epoch", without_memory)
     cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS)]
     for event in CudaGraphs(4)(handed()):
         ended += [event] if event.ended else []

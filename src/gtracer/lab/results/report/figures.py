@@ -255,7 +255,7 @@ def _draw_cost(drawing: Drawing, results: Results) -> None:
     drawing.axes.set(xlabel="seconds per epoch")
     drawing.figure.set_figheight(1.1 + 0.42 * max(1, len(chosen)))
     drawing.by = "y"
-    drawing.caption = "Median over all epochs of the finished runs; behind it, the factor to the first method's."
+    drawing.caption = "Median over all epochs of the finished runs; after it, the factor to the first method's."
     _finish(drawing, within, chosen)
 
 

@@ -12,7 +12,7 @@ LINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def inlined(svg: bytes, prefix: str, label: str) -> str:
-    """The drawing alone: ids behind a prefix, ink in the text's colour, no ground, as wide as there is room."""
+    """The drawing alone: ids after a prefix, ink in the text's colour, no ground, as wide as there is room."""
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
         for child in list(parent):
