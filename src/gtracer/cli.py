@@ -16,6 +16,7 @@ from gtracer import __version__
 try:
     from gtracer.lab.config import FINE_TUNING, Config, parsed
     from gtracer.lab.errors import Interrupted, LabError
+    from gtracer.lab.inference import commands as inference
     from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
 except ModuleNotFoundError as missing:  # torch alone is installed with the library
     sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
@@ -28,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_train(commands)
+    inference.add(commands)
     _add_sweep(commands)
     _add_tune(commands)
     _add_find_rho(commands)
@@ -315,8 +317,10 @@ def _demo(chosen: argparse.Namespace) -> None:
 def _train(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from gtracer.lab.models import saved
     from gtracer.lab.training.callbacks import Callback, ProgressBar, TensorBoard
     from gtracer.lab.training.trainer import train
+    from gtracer.lab.training.weights import best_epoch
 
     config, folder = _configured(chosen)
     console = Console(quiet=not _is_first())
@@ -324,13 +328,16 @@ def _train(chosen: argparse.Namespace) -> None:
         callbacks: list[Callback] = [bar]
         if chosen.tensorboard and _is_first():
             callbacks.append(TensorBoard(folder))
-        record = train(config, folder, callbacks, resume=chosen.resume is not None)
+        record = train(config, folder, callbacks, resume=chosen.resume is not None, model=True)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
     console.out(
         f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
         f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
         highlight=False,
     )
+    if (folder / saved.WEIGHTS).exists():
+        chosen_by = "the best by held-out data" if "holdout_accuracy" in record.curves else "the last"
+        console.out(f"model of epoch {best_epoch(record)}, {chosen_by}: {folder / saved.WEIGHTS}", highlight=False)
 
 
 def _sweep(chosen: argparse.Namespace) -> None:

@@ -5,7 +5,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -79,11 +81,21 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
         "find-rho": ["--epochs", "1", "--steps", "2"],
-        "report": [],
-        "records": [],
+        **{command: [] for command in ("report", "records", "predict", "evaluate", "export")},
     }
+    photos(tmp_path / "photos")
     for words in commands:
         assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0
+
+
+def photos(folder):
+    """Images in class folders, and new ones without."""
+    generator = numpy.random.default_rng(0)
+    for number in range(24):
+        inner = folder / ("new" if number < 2 else ("cat", "dog")[number % 2])
+        inner.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 128, (20, 30, 3), dtype=numpy.uint8) + 100 * (number % 2 == 0)
+        Image.fromarray(pixels.astype(numpy.uint8)).save(inner / f"{number}.png")
 
 
 def test_the_example_of_a_study_is_one(tmp_path):

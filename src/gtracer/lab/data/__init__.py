@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from gtracer.lab.data import digits, text, vision
+from gtracer.lab.data import digits, pictures, rows, text, vision
 from gtracer.lab.data.label_noise import mislabelled
-from gtracer.lab.data.task import Split, Task
+from gtracer.lab.data.task import Preprocessing, Split, Task
 from gtracer.lab.errors import LabError, unknown
 
-__all__ = ["TASKS", "Split", "Task", "check", "is_text", "load"]
+__all__ = ["TASKS", "Split", "Task", "check", "is_text", "load", "preprocessing"]
 
 TASKS: dict[str, Callable[[Config], Task]] = {
     "digits": lambda config: digits.load(config.seed),
@@ -43,9 +44,9 @@ def check(name: str) -> None:
         return
     path = files.expanded(name)
     there = files.exists(path)
-    if not there and (path.suffix in text.FORMATS or "/" in name):
+    if not there and (path.suffix in rows.FORMATS or "/" in name):
         raise LabError(f"cannot read {name}: there is no such file or folder of texts")
-    if not there or (path.suffix not in text.FORMATS and not path.is_dir()):
+    if not there or (path.suffix not in rows.FORMATS and not path.is_dir()):
         raise unknown("task", name, TASKS)
 
 
@@ -64,3 +65,12 @@ def load(config: Config) -> Task:
         task = task.narrowed(config.train_share, config.seed)
     task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
     return task.holding_out(config.holdout, config.seed) if config.holdout else task
+
+
+def preprocessing(described: dict[str, Any]) -> Preprocessing:
+    """One that was fitted before, from its `described()`."""
+    kinds: dict[str, Callable[[dict[str, Any]], Preprocessing]] = {
+        "pictures": pictures.Pictures.of,
+        "texts": text.TextColumns.of,
+    }
+    return kinds[described["kind"]](described)

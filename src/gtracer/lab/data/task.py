@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,21 +17,42 @@ Texts = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Split:
-    """Examples and their labels. `labels` are those to train on; `truth` those that are right."""
+    """Examples and their labels. `labels` are those to train on; `truth` those that are right, as far as is known."""
 
     inputs: Tensor | Texts
     labels: Tensor
     truth: Tensor
+    ids: Sequence[str] = ()  # files or numbers of rows, where the examples are the user's own
 
     @classmethod
-    def clean(cls, inputs: Tensor | Texts, labels: Tensor) -> Split:
-        return cls(inputs, labels, labels)
+    def clean(cls, inputs: Tensor | Texts, labels: Tensor, ids: Sequence[str] = ()) -> Split:
+        return cls(inputs, labels, labels, ids)
 
     def rows(self, chosen: Tensor) -> Split:
         """These examples only, in this order."""
         x = self.inputs
         inputs: Tensor | Texts = x[chosen] if isinstance(x, Tensor) else [x[i] for i in chosen.tolist()]
-        return Split(inputs, self.labels[chosen], self.truth[chosen])
+        ids = [self.ids[i] for i in chosen.tolist()] if self.ids else ()
+        return Split(inputs, self.labels[chosen], self.truth[chosen], ids)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Examples that a file or folder holds, ready for a model; with their labels' names where it has any."""
+
+    inputs: Tensor | Texts
+    ids: Sequence[str]
+    labels: Sequence[str] | None = None
+
+
+class Preprocessing(Protocol):
+    """From files to what a model takes; fitted on training data alone, and kept with the model."""
+
+    def read(self, path: Path) -> Found:
+        """What there is, whether it has labels or not."""
+
+    def described(self) -> dict[str, Any]:
+        """Plain values, for JSON, from which it can be made again."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +64,17 @@ class Task:
     train: Split
     test: Split
     holdout: Split | None = None  # out of the training data, with the labels that it had there
+    names: tuple[str, ...] = ()  # of the classes, where they have other names than their numbers
+    preprocessing: Preprocessing | None = None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.names or tuple(map(str, range(self.classes)))
+
+    def without_examples(self) -> Task:
+        """What is known of it, without the memory that its examples take."""
+        nothing = Split.clean([], torch.zeros(0, dtype=torch.int64))
+        return replace(self, train=nothing, test=nothing, holdout=None)
 
     def with_labels(self, labels: Tensor) -> Task:
         """The same task with other labels to train on."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.batches import Examples
-from gtracer.lab.data.task import Split, Task
+from gtracer.lab.data.task import Found, Split, Task
 from gtracer.lab.errors import LabError, unknown
 from gtracer.lab.models import encoders, mlp, resnet
-from gtracer.lab.models.built import Built
+from gtracer.lab.models.built import Architecture, Built
 
-__all__ = ["Built", "build", "network"]
+__all__ = ["Architecture", "Built", "build", "network", "rebuilt"]
 
 
 def build(config: Config, task: Task) -> Built:
@@ -26,12 +27,25 @@ def build(config: Config, task: Task) -> Built:
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
         local = bool(name) and (beside / "config.json").is_file()
-        return replace(encoders.build(str(beside) if local else name, task.classes, config.max_length), name=name)
+        found = encoders.build(str(beside) if local else name, task.classes, config.max_length)
+        return replace(found, architecture=replace(found.architecture, name=name))
     shape = tuple(_tensor(task.train).shape[1:])
-    model = network(name, shape, task.classes, config.width, config.depth)
+    built = made(Architecture(task.kind, name, task.classes, shape, config.width, config.depth))
     if config.init == "torch":
-        model.apply(resnet.reset_convolution)
-    return Built(model, lambda split, device: Examples(_tensor(split).to(device)), name=name)
+        built.model.apply(resnet.reset_convolution)
+    return built
+
+
+def rebuilt(architecture: Architecture, folder: Path) -> Built:
+    """A model that was built before, with any weights; what else it takes, `Built.save` has left in the folder."""
+    return encoders.rebuilt(architecture, folder) if architecture.kind == "text" else made(architecture)
+
+
+def made(architecture: Architecture) -> Built:
+    """A network of ours."""
+    of = architecture
+    model = network(of.name, of.shape, of.outputs, of.width, of.depth)
+    return Built(model, lambda split, device: Examples(_tensor(split).to(device)), of)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
@@ -56,6 +70,6 @@ def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, d
     return resnet.ResNet(layers, shape[0], classes, resnet.group_norm if found[2] else nn.BatchNorm2d)
 
 
-def _tensor(split: Split) -> Tensor:
+def _tensor(split: Split | Found) -> Tensor:
     assert isinstance(split.inputs, Tensor)
     return split.inputs

@@ -87,7 +87,10 @@ class Run:
             self.holdout = self._evaluation_data(built.batches(task.holdout, self.device), task.holdout)
         wrong = (task.train.labels != task.train.truth).nonzero().flatten()[:WRONG_SHOWN]
         self.wrong = self._evaluation_data(self.train_batch, task.train, wrong) if len(wrong) else None
-        self.notes, self.model_name = built.notes, built.name
+        self.built, self.notes, self.model_name = built, built.notes, built.name
+        self.task = task.without_examples()
+        parts = {"train": task.train, "holdout": task.holdout, "test": task.test}
+        self.splits = {name: list(part.ids) for name, part in parts.items() if part is not None}
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
         total = self.steps_an_epoch * config.epochs
