@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from gtracer.lab.data.streams import Items, Streamed
 
 
 class Batch(Protocol):
@@ -22,6 +25,16 @@ class Batch(Protocol):
 
     def grouped(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
         """These rows, which come in random order, in batches that are cheap."""
+
+
+def each(batch: Batch, parts: Sequence[tuple[Tensor, int | None]]) -> Iterator[Any]:
+    """Batch after batch of these rows and widths; read ahead, where they are on no device yet."""
+    return batch.each(parts) if isinstance(batch, Streamed) else (batch(*part) for part in parts)
+
+
+def of(inputs: Tensor | Items, device: torch.device) -> Batch:
+    """Batches of examples of one shape."""
+    return Streamed(inputs, device) if isinstance(inputs, Items) else Examples(inputs.to(device))
 
 
 class Examples:

@@ -29,12 +29,19 @@ def parts(folder: Path) -> dict[str, Path]:
 
     Validation data stands in for test data where there is none.
     """
-    there = {p.stem if p.is_file() else p.name: p for p in sorted(folder.iterdir()) if is_file(p)}
+    found = parts_of({p.stem if p.is_file() else p.name: p for p in sorted(folder.iterdir()) if is_file(p)})
+    if not found:
+        raise LabError(f"{folder} needs a train and a test (or val) file of {', '.join(FORMATS)}")
+    return found
+
+
+def parts_of(there: dict[str, Path]) -> dict[str, Path]:
+    """Of files or folders by their names those that are splits; none, where there are not two at least."""
     train, held_out, test = (
         next((there[name] for name in names if name in there), None) for names in (TRAIN, HELD_OUT, TEST)
     )
     if train is None or not (test or held_out):
-        raise LabError(f"{folder} needs a train and a test (or val) file of {', '.join(FORMATS)}")
+        return {}
     found = {"train": train, "test": test or held_out, "holdout": held_out if test else None}
     return {name: path for name, path in found.items() if path is not None}
 
@@ -42,7 +49,7 @@ def parts(folder: Path) -> dict[str, Path]:
 def columns(path: Path) -> list[str]:
     """The names of a file's columns."""
     if path.suffix == ".csv":
-        return next(csv.reader(io.StringIO(_text(path))), [])
+        return next(csv.reader(_text(path).splitlines()[:1]), [])
     if path.suffix == ".parquet":
         return list(_of_arrow(path, lambda arrow: arrow.parquet.read_schema(path).names))
     return list(dict.fromkeys(name for row in read(path) for name in row))

@@ -122,7 +122,8 @@ def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
         order = torch.randperm(len(read[""]), generator=torch.Generator().manual_seed(seed))
         cut = len(order) * 4 // 5
         splits = {"train": splits[""].rows(order[:cut]), "test": splits[""].rows(order[cut:])}
-    return Task("text", len(classes), **splits, names=tuple(names), preprocessing=preprocessing)
+    train, test, held_out = splits["train"], splits["test"], splits.get("holdout")
+    return Task("text", len(classes), train, test, held_out, tuple(names), preprocessing)
 
 
 def _split(

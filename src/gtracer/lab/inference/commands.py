@@ -1,10 +1,12 @@
-"""The commands of a trained model: `predict`, `evaluate`, `export`."""
+"""The commands of a trained model: `predict`, `evaluate`, `export`, `find-label-errors`."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 from typing import Any
+
+from gtracer.lab.parser import at_least_one
 
 FORMATS = ("onnx", "torchscript", "hf")
 
@@ -52,6 +54,25 @@ def add(commands: Any) -> None:
     export.add_argument("--out", type=Path, metavar="PATH", help="(default: model.onnx, model.pt or hf, beside it)")
     export.set_defaults(run=_export)
 
+    errors = commands.add_parser(
+        "find-label-errors",
+        help="which training labels are likely wrong, by a trained model",
+        description="Rank a run's training examples by how likely their label is wrong: by cleanlab's confident "
+        "learning on the probabilities of the run's own model, or of models that have not seen them.",
+        epilog="example: gtracer find-label-errors runs/mine",
+    )
+    _add_model(errors)
+    errors.add_argument(
+        "--folds",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="judge each part of the data by a model trained on the others (default: 1, the run's model judges all)",
+    )
+    errors.add_argument("--data", metavar="DIR", help="folder with the official files of the run's own task")
+    errors.add_argument("--out", type=Path, metavar="DIR", help="(default: label-errors, in the run's folder)")
+    errors.set_defaults(run=_find_label_errors)
+
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", type=Path, metavar="RUN", help="folder that gtracer train wrote to")
@@ -96,3 +117,11 @@ def _export(chosen: argparse.Namespace) -> None:
     from gtracer.lab.inference.export import export
 
     print(f"exported: {export(_loaded(chosen), chosen.format, chosen.out)}")
+
+
+def _find_label_errors(chosen: argparse.Namespace) -> None:
+    from gtracer.lab.inference import label_errors
+
+    out = chosen.out or chosen.model / "label-errors"
+    found = label_errors.find(_loaded(chosen), chosen.folds, out, chosen.data)
+    print("\n".join(label_errors.told(found, out)))

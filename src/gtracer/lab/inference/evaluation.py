@@ -18,6 +18,7 @@ from gtracer.lab.inference.trained import Trained
 
 NAME = "evaluation.json"
 SHOWN = 30  # classes in the table and the picture
+MOST = 1000  # classes that a confusion matrix has
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class Evaluation:
     @property
     def predicted(self) -> Tensor:
         return self.probabilities.argmax(1)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there are too many classes for a matrix of them."""
+        return len(self.classes) > MOST
 
     def confusion(self) -> Any:
         """How often a label (row) was taken for a class (column)."""
@@ -59,8 +65,8 @@ class Evaluation:
         """In plain values, for JSON."""
         accuracy = (self.predicted == self.labels).double().mean().item()
         told = calibration(self.probabilities, self.labels)
-        whole = {"examples": len(self.labels), "accuracy": accuracy, **told}
-        return whole | {"classes": self.of_classes(), "confusion": self.confusion().tolist()}
+        whole = {"examples": len(self.labels), "accuracy": accuracy, **told, "classes": self.of_classes()}
+        return whole if self.are_many else whole | {"confusion": self.confusion().tolist()}
 
     def table(self) -> Table:
         """The classes that do worst, at most thirty."""
@@ -78,7 +84,8 @@ class Evaluation:
         """The summary as JSON, and the two pictures."""
         content = json.dumps(self.summary(), indent=1, ensure_ascii=False) + "\n"
         files.write(folder / NAME, content.encode())
-        _drawn(folder / "confusion.png", self._draw_confusion)
+        if not self.are_many:
+            _drawn(folder / "confusion.png", self._draw_confusion)
         _drawn(folder / "calibration.png", self._draw_calibration)
 
     def _draw_confusion(self, figure: Any) -> None:

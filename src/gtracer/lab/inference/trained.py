@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gtracer.lab.config import Config
+from gtracer.lab.data import batches
 from gtracer.lab.data.task import Found, Preprocessing, Split
 from gtracer.lab.errors import LabError, shown
 from gtracer.lab.models import saved
@@ -58,9 +59,9 @@ class Trained:
         if not len(examples.inputs):
             return torch.zeros(0, len(self.classes))
         batch = self.built.batches(examples, self.device)
-        parts = torch.split(torch.arange(len(examples.inputs), device=self.device), BATCH)
-        made = [self.model(batch(rows, batch.width(rows))).float().softmax(1).cpu() for rows in parts]
-        return torch.cat(made)
+        rows = torch.split(torch.arange(len(examples.inputs), device=self.device), BATCH)
+        inputs = batches.each(batch, [(part, batch.width(part)) for part in rows])
+        return torch.cat([self.model(each).float().softmax(1).cpu() for each in inputs])
 
     def index(self, names: list[str]) -> Tensor:
         """The classes of these names; refused in one line where the model knows no such class."""

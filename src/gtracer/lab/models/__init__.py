@@ -8,20 +8,25 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from gtracer.lab import data
+from gtracer.lab import data, files
 from gtracer.lab.config import Config
-from gtracer.lab.data.batches import Examples
+from gtracer.lab.data import batches
+from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import Found, Split, Task
 from gtracer.lab.errors import LabError, unknown
-from gtracer.lab.models import encoders, mlp, resnet
+from gtracer.lab.models import encoders, mlp, own, resnet
 from gtracer.lab.models.built import Architecture, Built
 
 __all__ = ["Architecture", "Built", "build", "network", "rebuilt"]
 
 
+# Where no name is given, for each kind of data.
+DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": ""}
+
+
 def build(config: Config, task: Task) -> Built:
     """The configuration's model for this task; without a name, one that suits it."""
-    name = config.model or {"vector": "mlp-bn", "image": "resnet20", "text": ""}[task.kind]
+    name = config.model or DEFAULTS[task.kind]
     if task.kind == "text":
         if config.init != "own":
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
@@ -29,11 +34,19 @@ def build(config: Config, task: Task) -> Built:
         local = bool(name) and (beside / "config.json").is_file()
         found = encoders.build(str(beside) if local else name, task.classes, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
-    shape = tuple(_tensor(task.train).shape[1:])
-    built = made(Architecture(task.kind, name, task.classes, shape, config.width, config.depth))
+    shape = tuple(_examples(task.train).shape[1:])
+    architecture = Architecture(task.kind, name, task.classes, shape, config.width, config.depth)
+    built = made(architecture, pretrained=config.pretrained)
     if config.init == "torch":
         built.model.apply(resnet.reset_convolution)
+    if config.weights:
+        built.notes.extend(own.take_weights(built.model, files.expanded(config.weights)))
     return built
+
+
+def was_trained_before(config: Config) -> bool:
+    """Whether a model is fine-tuned that was trained before, on other data."""
+    return data.is_text(config.task, config.text_columns) or config.pretrained or config.weights is not None
 
 
 def rebuilt(architecture: Architecture, folder: Path) -> Built:
@@ -41,11 +54,13 @@ def rebuilt(architecture: Architecture, folder: Path) -> Built:
     return encoders.rebuilt(architecture, folder) if architecture.kind == "text" else made(architecture)
 
 
-def made(architecture: Architecture) -> Built:
-    """A network of ours."""
-    of = architecture
-    model = network(of.name, of.shape, of.outputs, of.width, of.depth)
-    return Built(model, lambda split, device: Examples(_tensor(split).to(device)), of)
+def made(of: Architecture, *, pretrained: bool = False) -> Built:
+    """A network of ours, of timm's, or of the user's."""
+    if own.is_named(of.name):
+        model = own.made(of, pretrained=pretrained)
+    else:
+        model = network(of.name, of.shape, of.outputs, of.width, of.depth)
+    return Built(model, lambda split, device: batches.of(_examples(split), device), of)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
@@ -70,6 +85,6 @@ def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, d
     return resnet.ResNet(layers, shape[0], classes, resnet.group_norm if found[2] else nn.BatchNorm2d)
 
 
-def _tensor(split: Split | Found) -> Tensor:
-    assert isinstance(split.inputs, Tensor)
+def _examples(split: Split | Found) -> Tensor | Items:
+    assert not isinstance(split.inputs, list)
     return split.inputs

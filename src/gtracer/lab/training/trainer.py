@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
+from gtracer.lab.data.task import Task
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
@@ -24,7 +25,13 @@ Told = float | dict[str, float] | None  # the loss of a step; the row of an epoc
 
 
 def train(
-    config: Config, folder: Path, callbacks: list[Callback], *, resume: bool | None = False, model: bool = False
+    config: Config,
+    folder: Path,
+    callbacks: list[Callback],
+    *,
+    resume: bool | None = False,
+    model: bool = False,
+    task: Task | None = None,
 ) -> Record:
     """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
 
@@ -34,6 +41,7 @@ def train(
         callbacks: Are told how it goes.
         resume: Go on with what the folder holds; None: if it holds any.
         model: Leave the model in the folder too, for use.
+        task: The run's data, where that is not just what the configuration says.
 
     Raises:
         LabError: Where the folder holds another run, or something outside the program is wrong.
@@ -44,7 +52,7 @@ def train(
         found = ranks.from_first(lambda: claimed(folder, config, resume, lock))
         if found is not None and found.finished:
             return found
-        steps = Eager(Run(config, ranks))
+        steps = Eager(Run(config, ranks, task))
         record = begun(steps, folder, found)
         with stop_on_interrupt() as stopped, closing(fit(steps, record, folder, model=model)) as progress:
             for told in progress:
