@@ -307,14 +307,7 @@ def _add_records(commands: Any) -> None:
 def _add_option(options: Any, item: Field[Any]) -> None:
     """A flag for a field of the configuration, which checks the value itself."""
     flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
-    if item.name not in (
-        "data",
-        "model",
-        "clip",
-        "drop",
-        "image_size",
-        "weights",
-    ):  # they say themselves what happens without
+    if item.name not in SAID:
         text += f" (default: {_shown(item.default)}"
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
     if isinstance(item.default, bool):

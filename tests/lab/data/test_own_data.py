@@ -19,7 +19,7 @@ from gtracer import cli
 from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data import pictures, streams
-from gtracer.lab.data.streams import Items, Streamed
+from gtracer.lab.data.streams import Items, read_ahead
 from gtracer.lab.data.task import stratified
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import Record
@@ -131,11 +131,10 @@ class TestImages:
     def test_what_cannot_be_read_while_training_is_one_line(self, tmp_path, monkeypatch):
         monkeypatch.setattr(streams, "IN_MEMORY", 0)
         task = data.load(images(tmp_path, {"a": 8, "b": 8}))
-        batch = Streamed(task.train.inputs, torch.device("cpu"))
-        paths = batch.items.dataset.paths
+        paths = task.train.inputs.dataset.paths
         paths[5].write_bytes(paths[5].read_bytes()[:60])
         with pytest.raises(LabError, match=f"^cannot read the image {paths[5]}: .*: remove or replace it$"):
-            list(batch.each([(torch.arange(4), None), (torch.arange(4, 8), None)]))
+            list(read_ahead(task.train.inputs, [torch.arange(4), torch.arange(4, 8)], torch.device("cpu")))
 
     def test_from_a_folder_to_predictions(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
@@ -261,6 +260,11 @@ def one_example(folder):
     return ["--task", "d"]
 
 
+def too_few_to_hold_out(folder):
+    images(folder / "d", {"cat": 2, "dog": 2})
+    return ["--task", "d"]
+
+
 def one_class(folder):
     images(folder / "d", {"cat": 3})
     return ["--task", "d"]
@@ -284,6 +288,12 @@ def a_class_to_test_alone(folder):
     return ["--task", "d"]
 
 
+def many_classes(folder):
+    frame = pandas.DataFrame({"x": numpy.arange(400_000.0), "label": numpy.arange(400_000) // 4})
+    frame.to_csv(folder / "d.csv", index=False)
+    return ["--task", "d.csv"]
+
+
 def table(change, *words):
     def made(folder):
         change(people(folder / "d.csv")).to_csv(folder / "d.csv", index=False)
@@ -296,10 +306,12 @@ def table(change, *words):
     ("made", "message"),
     [
         (one_example, "d: class 'dog' has one example: two at least are needed, to train and to test"),
+        (too_few_to_hold_out, "holdout = 0.1: no class has two training examples, one of which could be held out"),
         (one_class, "d has 1 folders with images, two at least are needed"),
         (an_empty_image, "cannot read the image d/cat/0.png: it is empty: remove or replace it"),
         (no_image_at_all, "cannot read the image d/cat/0.png: cannot identify image file"),
         (a_class_to_test_alone, "d: class 'newt' has no images for training, only others"),
+        (many_classes, "there are 100,000 classes: outputs for 100,000 examples would take 37 GiB; is the label"),
         (table(lambda f: f.rename(columns={"label": "y"})), "d.csv has no column 'label': name one of"),
         (table(lambda f: f, "--drop", "agee"), "d.csv has no column 'agee': name one of"),
         (table(lambda f: f.assign(label="same")), "d.csv has 1 classes in column 'label'"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gtracer.lab.data.streams import Items, Streamed
+from gtracer.lab.data.streams import Items, read_ahead
 
 
 class Batch(Protocol):
@@ -29,22 +29,19 @@ class Batch(Protocol):
 
 def each(batch: Batch, parts: Sequence[tuple[Tensor, int | None]]) -> Iterator[Any]:
     """Batch after batch of these rows and widths; read ahead, where they are on no device yet."""
-    return batch.each(parts) if isinstance(batch, Streamed) else (batch(*part) for part in parts)
-
-
-def of(inputs: Tensor | Items, device: torch.device) -> Batch:
-    """Batches of examples of one shape."""
-    return Streamed(inputs, device) if isinstance(inputs, Items) else Examples(inputs.to(device))
+    if isinstance(batch, Examples) and isinstance(batch.x, Items):
+        return read_ahead(batch.x, [rows for rows, _ in parts], batch.device)
+    return (batch(*part) for part in parts)
 
 
 class Examples:
     """Examples of one shape: any batch of them is as good as another."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, x: Tensor | Items, device: torch.device) -> None:
+        self.x, self.device = x.to(device) if isinstance(x, Tensor) else x, device
 
     def __call__(self, rows: Tensor, width: int | None = None) -> Tensor:
-        return self.x[rows]
+        return self.x[rows] if isinstance(self.x, Tensor) else self.x.gathered(rows.tolist()).to(self.device)
 
     def width(self, rows: Tensor) -> None:
         return None

@@ -52,39 +52,21 @@ class Items:
         return self.gathered(range(len(self))) if fits else self
 
 
-class Streamed:
-    """Batches of them, which other processes read while the device computes."""
-
-    def __init__(self, items: Items, device: torch.device) -> None:
-        self.items, self.device = items, device
-
-    def __call__(self, rows: Tensor, width: int | None = None) -> Tensor:
-        return self.items.gathered(rows.tolist()).to(self.device)
-
-    def each(self, parts: Sequence[tuple[Tensor, int | None]]) -> Iterator[Tensor]:
-        """Batch after batch of these rows."""
-        loader = DataLoader(
-            _Batches(self.items),
-            sampler=[rows.tolist() for rows, _ in parts],
-            batch_size=None,
-            num_workers=_workers(len(parts)),
-            worker_init_fn=_leave_interrupts,
-            pin_memory=self.device.type == "cuda",
-            generator=torch.Generator().manual_seed(0),  # or it would draw from everybody's
-        )
-        for batch in loader:
-            if isinstance(batch, LabError):
-                raise batch
-            yield batch.to(self.device, non_blocking=True)
-
-    def width(self, rows: Tensor) -> None:
-        return None
-
-    def sorted(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def grouped(self, rows: Tensor, size: int, generator: torch.Generator) -> Tensor:
-        return rows
+def read_ahead(items: Items, parts: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Batch after batch of these rows, which other processes read while the device computes."""
+    loader = DataLoader(
+        _Batches(items),
+        sampler=[rows.tolist() for rows in parts],
+        batch_size=None,
+        num_workers=_workers(len(parts)),
+        worker_init_fn=_leave_interrupts,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator().manual_seed(0),  # or it would draw from everybody's
+    )
+    for batch in loader:
+        if isinstance(batch, LabError):
+            raise batch
+        yield batch.to(device, non_blocking=True)
 
 
 class _Batches(Dataset[Any]):

@@ -95,6 +95,8 @@ class Task:
         """The same task with a seeded share of the training data held out; of each class, where it is stratified."""
         if self.is_stratified:
             rest, held_out = stratified(self.train.labels, share, seed)
+            if not len(held_out):
+                raise LabError(f"holdout = {share}: no class has two training examples, one of which could be held out")
             return replace(self, train=self.train.rows(rest), holdout=self.train.rows(held_out))
         order = _shuffled(len(self.train.labels), -1 - seed)
         held = round(share * len(order))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gtracer.lab import data, files
 from gtracer.lab.config import Config
-from gtracer.lab.data import batches
+from gtracer.lab.data.batches import Examples
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import Found, Split, Task
 from gtracer.lab.errors import LabError, unknown
@@ -60,7 +60,7 @@ def made(of: Architecture, *, pretrained: bool = False) -> Built:
         model = own.made(of, pretrained=pretrained)
     else:
         model = network(of.name, of.shape, of.outputs, of.width, of.depth)
-    return Built(model, lambda split, device: batches.of(_examples(split), device), of)
+    return Built(model, lambda split, device: Examples(_examples(split), device), of)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gtracer.lab.config import Config
-from gtracer.lab.data.streams import Streamed
+from gtracer.lab.data.streams import Items
 from gtracer.lab.errors import LabError
 from gtracer.lab.models import was_trained_before
 from gtracer.lab.training import checkpoint, optimizers
@@ -35,7 +35,7 @@ class Captured:
         device = device_of(config.device)
         self.rate = torch.tensor(config.lr, device=device)
         self.run = Run(config, lr=self.rate, **_own_arguments(config, device))
-        if isinstance(self.run.train_batch, Streamed):
+        if isinstance(getattr(self.run.train_batch, "x", None), Items):
             raise LabError("data that is read for each batch cannot be captured as CUDA graphs: use --engine local")
         # Its own random numbers: those of the device are everybody's.
         self.run.generator = torch.Generator(device).manual_seed(config.seed)

@@ -27,6 +27,7 @@ from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
 WRONG_SHOWN = 5000  # mislabelled examples that are looked at each epoch: an error of 0.7 points at most
+MOST_OUTPUTS = 8 << 30  # bytes
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
@@ -61,6 +62,7 @@ class Run:
         if self.ranks.world > 1:
             _refuse_what_is_not_shared(config)
         task = data.load(config) if task is None else task
+        _refuse_outputs_beyond_memory(task)
         if config.augment and task.kind != "image":
             raise LabError(f"augment = True is for images, the examples of task {config.task!r} are {task.kind}s")
         torch.manual_seed(config.seed)
@@ -205,6 +207,17 @@ class Run:
         with self._precision():
             outputs = torch.cat([self.evaluated(inputs).float() for inputs in batches.each(data.batch, data.parts)])
         return self.ranks.joined(outputs)[: len(data.labels)]
+
+
+def _refuse_outputs_beyond_memory(task: Task) -> None:
+    """Before anything is trained: all outputs for the test data are held at once."""
+    largest = max(len(split.labels) for split in (task.test, task.holdout) if split is not None)
+    size = 4 * largest * task.classes
+    if size > MOST_OUTPUTS:
+        raise LabError(
+            f"there are {task.classes:,} classes: outputs for {largest:,} examples would take {size >> 30} GiB; "
+            "is the label what it should be? Else test, and hold out, fewer examples"
+        )
 
 
 def _refuse_what_is_not_shared(config: Config) -> None:
