@@ -269,7 +269,7 @@ def no_labels(folder):
     [
         (a_label_of_another, "label 'cat' was never seen in training: the model knows 0, 1, 2"),
         (an_image_cut_short, "cannot read the image images/1.png"),
-        (an_empty_image, "cannot read the image 1.png: cannot identify image file"),
+        (an_empty_image, "cannot read the image 1.png: it is empty: remove or replace it"),
         (weights_cut_short, "model.safetensors is damaged"),
         (another_head, "model.safetensors is of another model: 'size mismatch for 7.weight"),
         (no_weights, "run holds no model.safetensors yet: go on with gtracer train --resume run"),
