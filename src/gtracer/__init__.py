@@ -5,6 +5,7 @@ loss = opt.step(lambda: loss_of(batch))
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +59,25 @@ ROOMS = (
     "variational",
 )
 ELSEWHERE = {"TracerPenalty": "penalty", "find_rho": "finder", "RhoCurve": "finder"}  # than in `optim`
+
+
+def load(run: str | os.PathLike[str], *, device: str = "auto", last: bool = False) -> Any:
+    """The model that `gtracer train` has left in a folder, with its preprocessing.
+
+    Args:
+        run: The folder.
+        device: Where to compute.
+        last: The last epoch's weights, where the best ones by held-out data are others.
+
+    Returns:
+        `model`, in evaluation mode; `preprocessing`, whose `read(path)` gives what the model takes; `classes`; and
+        `predict(path)`, the probabilities of a file's or folder's examples.
+    """
+    try:
+        trained = importlib.import_module("gtracer.lab.inference.trained")
+    except ModuleNotFoundError as error:
+        raise ImportError(f"gtracer.load needs {error.name}: pip install 'gtracer-optim[lab]'") from error
+    return trained.load(os.fspath(run), device=device, last=last)
 
 
 def __getattr__(name: str) -> Any:

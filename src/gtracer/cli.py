@@ -17,9 +17,13 @@ try:
     from gtracer.lab import files
     from gtracer.lab.config import FINE_TUNING, Config, parsed
     from gtracer.lab.errors import Interrupted, LabError
+    from gtracer.lab.inference import commands as inference
     from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
 except ModuleNotFoundError as missing:  # torch alone is installed with the library
     sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
+
+
+SAID = ("data", "model", "clip", "drop", "image_size", "weights")  # options that say themselves what happens without
 
 
 def parser() -> argparse.ArgumentParser:
@@ -29,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_train(commands)
+    _add_compare(commands)
+    inference.add(commands)
     _add_sweep(commands)
     _add_tune(commands)
     _add_find_rho(commands)
@@ -66,6 +72,20 @@ def _add_train(commands: Any) -> None:
     train.add_argument("--tensorboard", action="store_true", help="write scalars for TensorBoard too")
     _add_configuration(train, "folder of the run (default: runs/ and a name made of its options)")
     train.set_defaults(run=_train)
+
+
+def _add_compare(commands: Any) -> None:
+    compare = commands.add_parser(
+        "compare",
+        help="an optimiser, SAM and TRACER on your own data, and the report",
+        description="Train with an optimiser alone, under SAM and under TRACER, whose ρ sets itself; each run keeps "
+        "the epoch that is best by held-out data. Says which method that is too, and what it is worth on test data.",
+        epilog="example: gtracer compare photos --seeds 5",
+    )
+    compare.add_argument("examples", metavar="DATA", help="as gtracer train --task takes it")
+    compare.add_argument("--seeds", type=at_least_one, default=3, metavar="N", help="runs of each (default: 3)")
+    _add_configuration(compare, "folder of the runs (default: runs/compare- and the data's name)")
+    compare.set_defaults(run=_compare)
 
 
 def _add_sweep(commands: Any) -> None:
@@ -288,7 +308,7 @@ def _add_records(commands: Any) -> None:
 def _add_option(options: Any, item: Field[Any]) -> None:
     """A flag for a field of the configuration, which checks the value itself."""
     flag, text = f"--{item.name.replace('_', '-')}", item.metadata["help"]
-    if item.name not in ("data", "model", "clip"):  # they say themselves what happens without
+    if item.name not in SAID:
         text += f" (default: {_shown(item.default)}"
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
     if isinstance(item.default, bool):
@@ -316,8 +336,10 @@ def _demo(chosen: argparse.Namespace) -> None:
 def _train(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from gtracer.lab.models import saved
     from gtracer.lab.training.callbacks import Callback, ProgressBar, TensorBoard
     from gtracer.lab.training.trainer import train
+    from gtracer.lab.training.weights import best_epoch
 
     config, folder = _configured(chosen)
     console = Console(quiet=not _is_first())
@@ -325,13 +347,30 @@ def _train(chosen: argparse.Namespace) -> None:
         callbacks: list[Callback] = [bar]
         if chosen.tensorboard and _is_first():
             callbacks.append(TensorBoard(folder))
-        record = train(config, folder, callbacks, resume=chosen.resume is not None)
+        record = train(config, folder, callbacks, resume=chosen.resume is not None, model=True)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
     console.out(
         f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
         f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
         highlight=False,
     )
+    if (folder / saved.WEIGHTS).exists():
+        chosen_by = "the best by held-out data" if "holdout_accuracy" in record.curves else "the last"
+        console.out(f"model of epoch {best_epoch(record)}, {chosen_by}: {folder / saved.WEIGHTS}", highlight=False)
+
+
+def _compare(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab.sweeps import comparison
+
+    if chosen.task is not None:
+        raise LabError(f"gtracer compare takes its data as {chosen.examples!r}: leave --task out")
+    chosen.task = chosen.examples
+    asked = _recommended(chosen) | _asked(chosen)
+    wanted = comparison.study(Config.from_mapping(asked), chosen.seeds, asked)
+    folder = chosen.out or Path("runs") / f"compare-{Path(chosen.task).stem}"
+    comparison.compare(wanted, folder, Console(), lambda problem: print(f"gtracer: {problem}", file=sys.stderr))
 
 
 def _sweep(chosen: argparse.Namespace) -> None:
@@ -474,11 +513,14 @@ def _checked(chosen: argparse.Namespace) -> Config:
 
 
 def _configuration(chosen: argparse.Namespace) -> Config:
-    """What is asked for, on top of what suits the task."""
-    from gtracer.lab.data import is_text
+    """What is asked for, on top of what suits data and model."""
+    return Config.from_mapping(_recommended(chosen) | _asked(chosen))
 
-    asked = _asked(chosen)
-    return Config.from_mapping((FINE_TUNING if is_text(asked.get("task", Config.task)) else {}) | asked)
+
+def _recommended(chosen: argparse.Namespace) -> dict[str, Any]:
+    from gtracer.lab.recipes import recipe
+
+    return recipe(_asked(chosen))
 
 
 def _asked(chosen: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,9 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -79,11 +81,22 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
         "find-rho": ["--epochs", "1", "--steps", "2"],
-        "report": [],
-        "records": [],
+        **{command: [] for command in ("report", "records", "predict", "evaluate", "export", "find-label-errors")},
     }
+    own_data(tmp_path)
     for words in commands:
         assert cli.main([*words, *quick.get(words[0], ["--epochs", "1"])]) == 0
+
+
+def own_data(folder):
+    """Images in class folders, new ones without, and a table."""
+    draws = numpy.random.default_rng(0)
+    for number in range(24):
+        inner = folder / ("new-photos" if number < 2 else f"photos/{('cat', 'dog')[number % 2]}")
+        inner.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draws.integers(0, 256, (20, 30, 3), dtype=numpy.uint8)).save(inner / f"{number}.png")
+    rows = [f"{draws.integers(18, 80)},person {i},{('Ulm', 'Bonn')[i % 2]}" for i in range(40)]
+    (folder / "people.csv").write_text("\n".join(["age,name,town", *rows]))
 
 
 def test_the_example_of_a_study_is_one(tmp_path):

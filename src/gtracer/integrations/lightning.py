@@ -40,7 +40,10 @@ class TracerCallback(Callback):
         self.every_n_steps = every_n_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what automatic optimisation would get wrong without a word."""
+        """Say how long an epoch is, and refuse what automatic optimisation would get wrong without a word."""
+        for opt in _two_pass(trainer):
+            if opt.steps_per_epoch is None and math.isfinite(trainer.num_training_batches):
+                opt.steps_per_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
         if not pl_module.automatic_optimization or not _two_pass(trainer):
             return
         if trainer.accumulate_grad_batches > 1:

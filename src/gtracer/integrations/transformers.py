@@ -79,6 +79,8 @@ class TracerMixin(_MeanLoss):
         opt = self._two_pass_optimizer()
         if opt.model is None:
             opt.model = model  # whose buffers the second pass leaves alone; wrapped, as several processes want it
+            if opt.steps_per_epoch is None:
+                opt.steps_per_epoch = max(1, round(self.state.max_steps / self.state.num_train_epochs))
         if not self._window:
             opt.zero_grad()  # also where random numbers begin
         self._window.append((inputs, num_items_in_batch))

@@ -71,11 +71,15 @@ class Config:
     """Everything that decides a run's result. `None` leaves a value to the optimiser or model."""
 
     task: Name = option(
-        "digits", "digits, fashion-mnist, cifar10, cifar100, boolq, wic, rte; a csv/jsonl file or folder"
+        "digits",
+        "digits, fashion-mnist, cifar10, cifar100, boolq, wic, rte; or your own: a folder of images in class folders, "
+        "a csv, parquet or jsonl file of a table or of texts, a folder of two, MODULE:FUNCTION giving torch Datasets",
     )
     data: Name | None = option(None, "folder with the task's official files (default: ~/.cache/gtracer)")
     text_columns: Name = option("text", "a text file's columns to classify: one, or two with a comma")
-    label_column: Name = option("label", "a text file's column with the class")
+    label_column: Name = option("label", "a file's column with the class")
+    drop: Name | None = option(None, "a table's columns to leave out, with commas")
+    image_size: Units | None = option(None, "side of the images of a folder, which are scaled and cut to it")
     max_length: Count = option(256, "tokens of a text, at most")
     label_noise: Share = option(0.0, "share of training labels replaced by a different class")
     train_share: ShareAboveZero = option(1.0, "share of the training data that is used")
@@ -84,13 +88,19 @@ class Config:
     )
     augment: Flag = option(False, "random crops and flips of images")
     model: Name | None = option(
-        None, "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, or a Hugging Face name or folder"
+        None,
+        "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, timm/NAME, MODULE:FUNCTION that takes shape and "
+        "classes and gives a torch.nn.Module; for texts a Hugging Face name or folder",
     )
+    pretrained: Flag = option(False, "begin with timm's own weights, and fine-tune")
+    weights: Name | None = option(None, "begin with the weights of this file (.safetensors, .pt), and fine-tune")
     width: Units = option(256, "units of an mlp's hidden layers")
     depth: Units = option(2, "number of an mlp's hidden layers")
     init: Init = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones")
     optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; followed by -tracer, -sam or -asam")
     lr: Positive = option(0.02, "learning rate")
+    label_smoothing: ShareBelowOne = option(0.0, "share of each label that is spread over all classes")
+    class_weights: Flag = option(False, "weigh each class in the loss by how rare it is")
     momentum: ShareBelowOne = option(0.9, "of SGD, and of others that have one")
     dampening: Number = option(0.0, "of SGD")
     nesterov: Flag = option(False, "Nesterov momentum in SGD")

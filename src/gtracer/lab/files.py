@@ -17,18 +17,25 @@ LOCK, TURN = ".lock", ".turn.lock"  # stay behind: who removed them could take t
 
 def write(path: Path, content: bytes) -> None:
     """Write all or nothing: a reader, or a crash at any moment, sees the old file or the new one."""
+    with replacing(path) as part:
+        part.write_bytes(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of `path` once it is whole; if that fails, all is as it was."""
     part = path.parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
+        yield part
+        with part.open("rb+") as file:
             os.fsync(file.fileno())
         part.replace(path)
     except (OSError, ValueError) as error:
+        raise LabError(f"cannot write {path}: {reason(error)}; what was there before is untouched") from error
+    finally:
         with suppress(OSError, ValueError):
             part.unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {reason(error)}; what was there before is untouched") from error
 
 
 def read(path: Path) -> bytes:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
-from gtracer.lab.data import digits, text, vision
+from gtracer.lab.data import digits, pictures, python, rows, tables, text, vision
 from gtracer.lab.data.label_noise import mislabelled
-from gtracer.lab.data.task import Split, Task
+from gtracer.lab.data.task import Preprocessing, Split, Task
 from gtracer.lab.errors import LabError, unknown
 
-__all__ = ["TASKS", "Split", "Task", "check", "is_text", "load"]
+__all__ = ["TASKS", "Split", "Task", "check", "is_text", "kind", "load", "preprocessing"]
 
 TASKS: dict[str, Callable[[Config], Task]] = {
     "digits": lambda config: digits.load(config.seed),
@@ -23,13 +24,52 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "wic": lambda config: text.wic(folder(config)),
     "rte": lambda config: text.rte(folder(config)),
 }
-
 TEXTS = ("boolq", "wic", "rte")
+# The user's own, by what it is found to be.
+OWN: dict[str, Callable[[Config], Task]] = {
+    "text": lambda config: text.local(
+        files.expanded(config.task), tuple(config.text_columns.split(",")), config.label_column, config.seed
+    ),
+    "image": lambda config: pictures.local(
+        files.expanded(config.task), config.image_size, _of_imagenet(config), config.seed
+    ),
+    "table": lambda config: tables.local(
+        files.expanded(config.task),
+        config.label_column,
+        tuple(config.drop.split(",")) if config.drop else (),
+        config.seed,
+    ),
+    "python": lambda config: python.local(config.task, config.seed),
+}
 
 
-def is_text(name: str) -> bool:
-    """Whether the task is one of texts, for which an encoder is fine-tuned; everything else is learnt from nothing."""
-    return name in TEXTS or name not in TASKS
+def _of_imagenet(config: Config) -> bool:
+    """Whether the model was trained on it, whose size and normalisation it knows."""
+    return (config.model or "").startswith("timm/") and (config.pretrained or config.weights is not None)
+
+
+def kind(name: str, text_columns: str = Config.text_columns) -> str:
+    """What there is to learn from: "vector", "image", "text", "table", or "python", which may be anything.
+
+    A file with the columns that are to be read as texts holds texts; any other is a table, if none was named.
+    """
+    if name in TASKS:
+        return "text" if name in TEXTS else "vector" if name == "digits" else "image"
+    path = files.expanded(name)
+    if not files.exists(path):
+        return "python" if python.is_named(name) else "text"
+    if path.is_dir() and not rows.is_file(path) and pictures.are_in(path):
+        return "image"
+    source = path if path.is_file() or rows.is_file(path) else rows.parts(path)["train"]
+    if text_columns != Config.text_columns or source.suffix not in (*rows.FORMATS, ""):
+        return "text"
+    found = rows.columns(source)
+    return "text" if Config.text_columns in found or not found else "table"
+
+
+def is_text(name: str, text_columns: str = Config.text_columns) -> bool:
+    """Whether the task is one of texts, for which an encoder is fine-tuned."""
+    return kind(name, text_columns) == "text"
 
 
 def folder(config: Config) -> Path:
@@ -38,29 +78,37 @@ def folder(config: Config) -> Path:
 
 
 def check(name: str) -> None:
-    """Refuse what is neither a task's name nor a file or folder of texts."""
+    """Refuse what is neither a task's name, nor MODULE:FUNCTION, nor a file or folder."""
     if name in TASKS:
         return
     path = files.expanded(name)
     there = files.exists(path)
-    if not there and (path.suffix in text.FORMATS or "/" in name):
-        raise LabError(f"cannot read {name}: there is no such file or folder of texts")
-    if not there or (path.suffix not in text.FORMATS and not files.is_folder(path)):
+    if not there and (path.suffix in rows.FORMATS or "/" in name):
+        raise LabError(f"cannot read {name}: there is no such file or folder of texts, images or tables")
+    if not there and python.is_named(name):
+        python.function(name)
+    elif not there or (path.suffix not in rows.FORMATS and not files.is_folder(path)):
         raise unknown("task", name, TASKS)
 
 
 def load(config: Config) -> Task:
     """The task's data, or a share of it; a seeded share of the training labels is noisy, of the examples held out."""
     check(config.task)
-    if config.task in TASKS:
-        task = TASKS[config.task](config)
-    else:
-        columns = tuple(config.text_columns.split(","))
-        task = text.local(files.expanded(config.task), columns, config.label_column, config.seed)
+    task = (TASKS.get(config.task) or OWN[kind(config.task, config.text_columns)])(config)
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")
     if config.train_share < 1:
         task = task.narrowed(config.train_share, config.seed)
     task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
-    return task.holding_out(config.holdout, config.seed) if config.holdout else task
+    return task.holding_out(config.holdout, config.seed) if config.holdout and task.holdout is None else task
+
+
+def preprocessing(described: dict[str, Any]) -> Preprocessing:
+    """One that was fitted before, from its `described()`."""
+    kinds: dict[str, Callable[[dict[str, Any]], Preprocessing]] = {
+        "pictures": pictures.Pictures.of,
+        "texts": text.TextColumns.of,
+        "columns": tables.Columns.of,
+    }
+    return kinds[described["kind"]](described)

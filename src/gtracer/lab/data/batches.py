@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from gtracer.lab.data.streams import Items, read_ahead
 
 
 class Batch(Protocol):
@@ -24,14 +27,21 @@ class Batch(Protocol):
         """These rows, which come in random order, in batches that are cheap."""
 
 
+def each(batch: Batch, parts: Sequence[tuple[Tensor, int | None]]) -> Iterator[Any]:
+    """Batch after batch of these rows and widths; read ahead, where they are on no device yet."""
+    if isinstance(batch, Examples) and isinstance(batch.x, Items):
+        return read_ahead(batch.x, [rows for rows, _ in parts], batch.device)
+    return (batch(*part) for part in parts)
+
+
 class Examples:
     """Examples of one shape: any batch of them is as good as another."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
+    def __init__(self, x: Tensor | Items, device: torch.device) -> None:
+        self.x, self.device = x.to(device) if isinstance(x, Tensor) else x, device
 
     def __call__(self, rows: Tensor, width: int | None = None) -> Tensor:
-        return self.x[rows]
+        return self.x[rows] if isinstance(self.x, Tensor) else self.x.gathered(rows.tolist()).to(self.device)
 
     def width(self, rows: Tensor) -> None:
         return None

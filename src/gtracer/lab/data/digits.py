@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gtracer.lab.data.pictures import Pictures
 from gtracer.lab.data.task import Split, Task
 
 
@@ -16,4 +17,5 @@ def load(seed: int) -> Task:
     y = torch.tensor(data.target, dtype=torch.int64)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     train, test = order[: len(x) * 3 // 4], order[len(x) * 3 // 4 :]
-    return Task("vector", 10, Split.clean(x[train], y[train]), Split.clean(x[test], y[test]))
+    pictures = Pictures((8, 8), (0.0,), (255.0,), flat=True)
+    return Task("vector", 10, Split.clean(x[train], y[train]), Split.clean(x[test], y[test]), preprocessing=pictures)

@@ -1,11 +1,9 @@
-"""BoolQ, WiC and RTE from SuperGLUE's files, and any local csv or jsonl of texts and labels."""
+"""BoolQ, WiC and RTE from SuperGLUE's files, and any file of texts and labels."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,13 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from gtracer.lab import files
+from gtracer.lab.data import rows
 from gtracer.lab.data.download import Source, ensure
-from gtracer.lab.data.task import Split, Task
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.data.rows import Row
+from gtracer.lab.data.task import Found, Split, Task
+from gtracer.lab.errors import LabError, shown
 from gtracer.lab.schema import STRICT, Place, Scalar, Words, problems
 
-Row = dict[str, Any]
-FORMATS = (".csv", ".jsonl")
 SUPERGLUE = "https://dl.fbaipublicfiles.com/glue/superglue/data/v2"
 # Of the files inside the archives, whose own bytes are not promised anywhere.
 CHECKSUMS = {
@@ -31,6 +28,40 @@ CHECKSUMS = {
     "WiC/train.jsonl": "ce301970aaf361ade6c1d218fe15c50b185b14a4bcb618c5785a8484a46f9943",
     "WiC/val.jsonl": "9f7207c88beba42cbc139de4c62ce05b23bffc189b3d561594b160e0c3920c0b",
 }
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """Texts to classify, as they are: what makes tokens of them belongs to the model.
+
+    Attributes:
+        columns: One, or two that are read as a pair.
+        label: Column with the class, where there is one.
+    """
+
+    columns: tuple[str, ...]
+    label: str = "label"
+
+    def read(self, path: Path) -> Found:
+        """A file; or of a folder that is split, its test data."""
+        source = path if rows.is_file(path) else rows.parts(path)["test"]
+        found = rows.read(source)
+        labelled = bool(found) and all(row.get(self.label) is not None for row in found)
+        wanted = dict.fromkeys(self.columns, "") | ({self.label: ""} if labelled else {})
+        checked = _checked_rows(source, found, dict.fromkeys(wanted, Scalar), wanted)
+        texts = [self.texts(row) for row in checked]
+        labels = [str(row[self.label]) for row in checked] if labelled else None
+        return Found(texts, [f"row {number}" for number in range(1, len(texts) + 1)], labels)
+
+    def texts(self, row: Row) -> tuple[str, ...]:
+        return tuple(str(row[column]) for column in self.columns)
+
+    def described(self) -> dict[str, Any]:
+        return {"kind": "texts", "columns": list(self.columns), "label": self.label}
+
+    @classmethod
+    def of(cls, described: dict[str, Any]) -> TextColumns:
+        return cls(tuple(described["columns"]), described["label"])
 
 
 def boolq(folder: Path) -> Task:
@@ -72,73 +103,66 @@ def _superglue(
     wanted = {file: f"sha256:{CHECKSUMS[file]}" for file in (f"{name}/train.jsonl", f"{name}/val.jsonl")}
     paths = ensure(folder, list(wanted), [Source(f"{SUPERGLUE}/{name}.zip")], wanted)
     train, test = (_split(path, _rows(path, kinds | {"label": Scalar}), texts, "label", labels) for path in paths)
-    return Task("text", len(labels), train, test)
+    columns = tuple(column for column, kind in kinds.items() if kind is Words)
+    return Task("text", len(labels), train, test, names=tuple(map(str, labels)), preprocessing=TextColumns(columns))
 
 
 def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
     """A folder with `train` and `test` (or `val`) files, or one file of which a seeded fifth is for testing."""
-    sources = _pair(path) if path.is_dir() else [path]
+    sources = {"": path} if rows.is_file(path) else rows.parts(path)
     options = dict.fromkeys(columns, "--text-columns") | {label: "--label-column"}
-    rows = [_rows(source, dict.fromkeys(options, Scalar), options) for source in sources]
-    names = sorted({str(row[label]) for found in rows for row in found})
+    read = {part: _rows(source, dict.fromkeys(options, Scalar), options) for part, source in sources.items()}
+    names = sorted({str(row[label]) for found in read.values() for row in found})
     classes = {name: i for i, name in enumerate(names)}
     if len(classes) < 2:
         raise LabError(f"{path} has {len(classes)} classes in column {label!r}, two at least are needed")
-
-    def texts(row: Row) -> tuple[str, ...]:
-        return tuple(str(row[column]) for column in columns)
-
-    splits = [_split(source, found, texts, label, classes) for source, found in zip(sources, rows, strict=True)]
-    if len(splits) == 1:
-        order = torch.randperm(len(rows[0]), generator=torch.Generator().manual_seed(seed))
+    preprocessing = TextColumns(columns, label)
+    splits = {part: _split(sources[part], read[part], preprocessing.texts, label, classes) for part in sources}
+    if "" in splits:
+        order = torch.randperm(len(read[""]), generator=torch.Generator().manual_seed(seed))
         cut = len(order) * 4 // 5
-        splits = [splits[0].rows(order[:cut]), splits[0].rows(order[cut:])]
-    return Task("text", len(classes), *splits)
-
-
-def _pair(folder: Path) -> list[Path]:
-    """Its files for training and testing."""
-    files_of = {p.stem: p for p in sorted(folder.iterdir()) if p.suffix in FORMATS}
-    test_name = next((name for name in ("test", "val", "validation", "dev") if name in files_of), None)
-    if "train" not in files_of or test_name is None:
-        raise LabError(f"{folder} needs a train and a test (or val) file of {' or '.join(FORMATS)}")
-    return [files_of["train"], files_of[test_name]]
+        splits = {"train": splits[""].rows(order[:cut]), "test": splits[""].rows(order[cut:])}
+    train, test, held_out = splits["train"], splits["test"], splits.get("holdout")
+    return Task("text", len(classes), train, test, held_out, tuple(names), preprocessing)
 
 
 def _split(
-    path: Path, rows: list[Row], texts: Callable[[Row], tuple[str, ...]], label: str, classes: dict[Any, int]
+    path: Path, found: list[Row], texts: Callable[[Row], tuple[str, ...]], label: str, classes: dict[Any, int]
 ) -> Split:
     """Take out of every row its texts and its class, which may go by its name."""
     labels = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(found, start=1):
         key = row[label] if row[label] in classes else str(row[label])
         if key not in classes:
             known = ", ".join(map(str, classes))
             raise LabError(f"{path}: row {number} has the unknown label {shown(row[label])}: it is none of {known}")
         labels.append(classes[key])
-    return Split.clean([texts(row) for row in rows], torch.tensor(labels, dtype=torch.int64))
+    ids = [f"{path.name}: row {number}" for number in range(1, len(found) + 1)]
+    return Split.clean([texts(row) for row in found], torch.tensor(labels, dtype=torch.int64), ids)
 
 
 def _rows(path: Path, kinds: dict[str, Any], options: dict[str, str] | None = None) -> list[Row]:
-    """All of them, checked.
+    """All of a file's rows, checked."""
+    return _checked_rows(path, rows.read(path), kinds, options or {})
+
+
+def _checked_rows(path: Path, found: list[Row], kinds: dict[str, Any], options: dict[str, str]) -> list[Row]:
+    """Those rows, checked.
 
     Args:
         path: Of the file.
+        found: In it.
         kinds: What each column must hold. What is null or left out is as if its column were not there.
-        options: Of the command line, which choose the columns.
+        options: Of the command line, which choose the columns; without a name, the run has chosen it.
     """
-    try:
-        text = files.read(path).decode("utf-8-sig")
-        found = list(_csv_rows(path, text) if path.suffix == ".csv" else _json_lines(path, text))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise LabError(f"{path} is damaged: {one_line(error)}") from error
     if options and not found:
         raise LabError(f"{path} is empty: it has no row with a text and its class")
     there = dict.fromkeys(name for row in found for name in row)
-    for name, option in (options or {}).items():
+    for name, option in options.items():
         if name not in there:
             columns = shown(", ".join(there))
-            raise LabError(f"{path} has no column {shown(name)}: name one of {columns} with {option}")
+            hint = f"name one of {columns} with {option}" if option else f"it has {columns}"
+            raise LabError(f"{path} has no column {shown(name)}: {hint}")
     kind = TypedDict("Row", kinds)  # type: ignore[misc]
     kind.__pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[attr-defined]
     adapter: TypeAdapter[Any] = TypeAdapter(kind)
@@ -154,27 +178,3 @@ def _checked(path: Path, number: int, row: Row, adapter: TypeAdapter[Any]) -> Ro
         there = [name for name, value in row.items() if value is not None]
         problem = f"has no {missing[0]}; it has {', '.join(there)}" if missing else f"is wrong: {problems(error)}"
         raise LabError(f"{path}: row {number} {problem}") from error
-
-
-def _csv_rows(path: Path, text: str) -> Iterable[Row]:
-    reader = csv.DictReader(io.StringIO(text))
-    for number, row in enumerate(reader, start=1):
-        if None in row:
-            raise LabError(
-                f"{path}: row {number} has more values than the {len(row) - 1} columns: a text with a comma belongs in "
-                "quotation marks"
-            )
-        yield row
-
-
-def _json_lines(path: Path, text: str) -> Iterable[Row]:
-    # splitlines() would also split at U+2028, which a text may hold.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise LabError(f"{path} is damaged: line {number} is not JSON ({one_line(error)})") from error
-            if not isinstance(row, dict):
-                raise LabError(f"{path} is damaged: line {number} is not an object")
-            yield row

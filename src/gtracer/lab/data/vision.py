@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gtracer.lab import files
 from gtracer.lab.data.download import Source, ensure
+from gtracer.lab.data.pictures import Pictures
 from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import LabError, one_line
 from gtracer.lab.schema import STRICT, Place, problems
@@ -77,6 +78,9 @@ def _task(
         classes,
         Split.clean((x - mean) / deviation, train[1]),
         Split.clean((test[0].float() - mean) / deviation, test[1]),
+        preprocessing=Pictures(
+            (shape[1], shape[2]), tuple(mean.flatten().tolist()), tuple(deviation.flatten().tolist())
+        ),
     )
 
 

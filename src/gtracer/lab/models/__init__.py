@@ -4,34 +4,63 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
-from gtracer.lab import data
+from gtracer.lab import data, files
 from gtracer.lab.config import Config
 from gtracer.lab.data.batches import Examples
-from gtracer.lab.data.task import Split, Task
+from gtracer.lab.data.streams import Items
+from gtracer.lab.data.task import Found, Split, Task
 from gtracer.lab.errors import LabError, unknown
-from gtracer.lab.models import encoders, mlp, resnet
-from gtracer.lab.models.built import Built
+from gtracer.lab.models import encoders, mlp, own, resnet
+from gtracer.lab.models.built import Architecture, Built
 
-__all__ = ["Built", "build", "network"]
+__all__ = ["Architecture", "Built", "build", "network", "rebuilt"]
+
+
+# Where no name is given, for each kind of data.
+DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": ""}
 
 
 def build(config: Config, task: Task) -> Built:
     """The configuration's model for this task; without a name, one that suits it."""
-    name = config.model or {"vector": "mlp-bn", "image": "resnet20", "text": ""}[task.kind]
+    name = config.model or DEFAULTS[task.kind]
     if task.kind == "text":
         if config.init != "own":
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
         local = bool(name) and (beside / "config.json").is_file()
-        return replace(encoders.build(str(beside) if local else name, task.classes, config.max_length), name=name)
-    shape = tuple(_tensor(task.train).shape[1:])
-    model = network(name, shape, task.classes, config.width, config.depth)
+        found = encoders.build(str(beside) if local else name, task.classes, config.max_length)
+        return replace(found, architecture=replace(found.architecture, name=name))
+    shape = tuple(_examples(task.train).shape[1:])
+    architecture = Architecture(task.kind, name, task.classes, shape, config.width, config.depth)
+    built = made(architecture, pretrained=config.pretrained)
     if config.init == "torch":
-        model.apply(resnet.reset_convolution)
-    return Built(model, lambda split, device: Examples(_tensor(split).to(device)), name=name)
+        built.model.apply(resnet.reset_convolution)
+    if config.weights:
+        built.notes.extend(own.take_weights(built.model, files.expanded(config.weights)))
+    return built
+
+
+def was_trained_before(config: Config) -> bool:
+    """Whether a model is fine-tuned that was trained before, on other data."""
+    return data.is_text(config.task, config.text_columns) or config.pretrained or config.weights is not None
+
+
+def rebuilt(architecture: Architecture, folder: Path) -> Built:
+    """A model that was built before, with any weights; what else it takes, `Built.save` has left in the folder."""
+    return encoders.rebuilt(architecture, folder) if architecture.kind == "text" else made(architecture)
+
+
+def made(of: Architecture, *, pretrained: bool = False) -> Built:
+    """A network of ours, of timm's, or of the user's."""
+    if own.is_named(of.name):
+        model = own.made(of, pretrained=pretrained)
+    else:
+        model = network(of.name, of.shape, of.outputs, of.width, of.depth)
+    return Built(model, lambda split, device: Examples(_examples(split), device), of)
 
 
 def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, depth: int = 2) -> nn.Module:
@@ -56,6 +85,6 @@ def network(name: str, shape: tuple[int, ...], classes: int, width: int = 256, d
     return resnet.ResNet(layers, shape[0], classes, resnet.group_norm if found[2] else nn.BatchNorm2d)
 
 
-def _tensor(split: Split) -> Tensor:
-    assert isinstance(split.inputs, Tensor)
+def _examples(split: Split | Found) -> Tensor | Items:
+    assert not isinstance(split.inputs, list)
     return split.inputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch.fx.experimental import _config as experimental
 from torch.nn.functional import linear
 
 from gtracer.lab.data.batches import Batch
-from gtracer.lab.data.task import Split
+from gtracer.lab.data.task import Found, Split
 from gtracer.lab.data.tokens import Tokens, tokens
 from gtracer.lab.errors import LabError
-from gtracer.lab.models.built import Built
+from gtracer.lab.models.built import Architecture, Built
 
 # Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
 # device, to see whether there is any padding, or copies numbers to it: neither can be captured as a CUDA graph.
@@ -114,10 +115,7 @@ def build(name: str, classes: int, max_length: int) -> Built:
     """Load model and tokenizer; a head that does not fit the task is made anew."""
     if not name:
         raise LabError("a text task needs --model, a Hugging Face name or folder such as bert-base-uncased")
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise LabError(f"a text task needs {error.name}: pip install 'gtracer-optim[text]'") from error
+    transformers = _transformers()
     with _quiet(transformers):
         tokenizer = _loaded(name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name))
         model, found = _loaded(
@@ -128,17 +126,43 @@ def build(name: str, classes: int, max_length: int) -> Built:
             ),
         )
     _check(name, tokenizer, model, found["missing_keys"])
-    limit = min(max_length, tokenizer.model_max_length, _positions(model))
-    notes: list[str] = list(_about_the_head(name, classes, found))
+    notes = list(_about_the_head(name, classes, found))
+    return _built(Architecture("text", name, classes, max_length=max_length), tokenizer, model, notes)
 
-    def batches(split: Split, device: torch.device) -> Batch:
+
+def rebuilt(architecture: Architecture, folder: Path) -> Built:
+    """One that was built before, without its weights: from what it has left in the folder."""
+    transformers = _transformers()
+    with _quiet(transformers):
+        tokenizer = _loaded(str(folder), "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder))
+        config = _loaded(str(folder), "configuration", lambda: transformers.AutoConfig.from_pretrained(folder))
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    return _built(architecture, tokenizer, model, [])
+
+
+def _built(architecture: Architecture, tokenizer: Any, model: Any, notes: list[str]) -> Built:
+    limit = min(architecture.max_length, tokenizer.model_max_length, _positions(model))
+
+    def batches(split: Split | Found, device: torch.device) -> Batch:
         assert isinstance(split.inputs, list)
         made: Tokens = tokens(tokenizer, split.inputs, limit).to(device)
         if made.cut:
             notes.append(f"{made.cut} of {len(split.inputs)} texts are longer than {limit} tokens and were cut")
         return made
 
-    return Built(Classifier(model), batches, notes)
+    def save(folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return Built(Classifier(model), batches, architecture, tuple(tokenizer.model_input_names), notes, save)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise LabError(f"a text task needs {error.name}: pip install 'gtracer-optim[text]'") from error
+    return transformers
 
 
 def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:

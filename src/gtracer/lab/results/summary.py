@@ -15,7 +15,7 @@ def table(results: Results) -> Table:
     """
     made = Table(
         title=Text(results.study.title, style="table.title"),
-        caption="Accuracy on clean test labels in %, mean ± standard error over seeds.",
+        caption="Accuracy on test data in %, mean ± standard error over seeds.",
         padding=(0, 0, 0, 1),
     )
     several = len(results.study.settings) > 1

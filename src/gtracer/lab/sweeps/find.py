@@ -140,7 +140,7 @@ def _loss(run: Run, batch: Rows) -> Tensor:
         inputs, labels = run.batch(rows)
     with run._precision():
         outputs = (run.evaluated if is_held_out else run.trained)(inputs).float()
-    return cross_entropy(outputs, labels)
+    return cross_entropy(outputs, labels) if is_held_out else run.loss(outputs, labels)
 
 
 def _held_out_batch(run: Run, places: Tensor) -> tuple[Any, Tensor]:

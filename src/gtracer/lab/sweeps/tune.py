@@ -17,8 +17,8 @@ from rich.table import Table
 from gtracer.finder import RhoCurve
 from gtracer.lab import data, files
 from gtracer.lab.config import Config, numeric
-from gtracer.lab.data import is_text
 from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.models import was_trained_before
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.find import HOLDOUT, find
 from gtracer.lab.sweeps.sweep import Engine, check, run_missing
@@ -110,7 +110,7 @@ class Trial:
 def ranges(config: Config, given: list[Range]) -> list[Range]:
     """What is to be searched: what was given, and the optimiser's own hyper-parameters that were not set."""
     found = {item.name: item for item in given}
-    tracer, sam = (TRACER_OF_TEXTS, SAM_OF_TEXTS) if is_text(config.task) else (TRACER, SAM)
+    tracer, sam = (TRACER_OF_TEXTS, SAM_OF_TEXTS) if was_trained_before(config) else (TRACER, SAM)
     own = tracer if config.optimizer.endswith("-tracer") else sam if config.optimizer.endswith("sam") else {}
     for name, (low, high) in own.items():
         fixed = getattr(config, "rho" if name == RATIO else name) is not None

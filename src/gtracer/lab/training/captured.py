@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gtracer.lab.config import Config
-from gtracer.lab.data import is_text
+from gtracer.lab.data.streams import Items
 from gtracer.lab.errors import LabError
+from gtracer.lab.models import was_trained_before
 from gtracer.lab.training import checkpoint, optimizers
 from gtracer.lab.training.cuda_graph import GraphStream
 from gtracer.lab.training.device import device_of
@@ -34,6 +35,8 @@ class Captured:
         device = device_of(config.device)
         self.rate = torch.tensor(config.lr, device=device)
         self.run = Run(config, lr=self.rate, **_own_arguments(config, device))
+        if isinstance(getattr(self.run.train_batch, "x", None), Items):
+            raise LabError("data that is read for each batch cannot be captured as CUDA graphs: use --engine local")
         # Its own random numbers: those of the device are everybody's.
         self.run.generator = torch.Generator(device).manual_seed(config.seed)
         if isinstance(self.run.optimizer, TwoPassOptimizer):  # whether the loss is finite is asked after each epoch
@@ -136,7 +139,7 @@ def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
 
 def _refuse_what_cannot_be_captured(config: Config) -> None:
     base, scheme = optimizers.parsed(config.optimizer)
-    by_itself = scheme == "tracer" and config.rho is None and not is_text(config.task)
+    by_itself = scheme == "tracer" and config.rho is None and not was_trained_before(config)
     reasons = {
         "a ρ that sets itself changes on the CPU, set rho": by_itself and device_of(config.device).type == "cuda",
         f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gtracer.lab import data
+from gtracer.lab import data, models
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, shown
 from gtracer.lab.training import optimizers
@@ -50,28 +50,32 @@ def _of_optimizer(config: Config) -> list[tuple[str, bool, str]]:
 
 
 def _of_task(config: Config) -> list[tuple[str, bool, str]]:
-    text, own = data.is_text(config.task), config.task not in data.TASKS
+    kind, own = data.kind(config.task, config.text_columns), config.task not in data.TASKS
     return [
-        *((name, own, "csv and jsonl files of texts") for name in ("text_columns", "label_column")),
-        ("max_length", text, "texts"),
-        ("augment", not text and config.task != "digits", "images"),
+        ("text_columns", own and kind == "text", "files of texts"),
+        ("label_column", own and kind in ("text", "table"), "files of texts or tables"),
+        ("drop", kind == "table", "tables"),
+        ("image_size", own and kind == "image", "folders of images"),
+        ("max_length", kind == "text", "texts"),
+        ("augment", kind in ("image", "python"), "images"),
     ]
 
 
 def _of_model(config: Config) -> list[tuple[str, bool, str]]:
-    mlp = _model(config).startswith("mlp")
+    kind, mlp = data.kind(config.task, config.text_columns), _model(config).startswith("mlp")
     return [
         ("width", mlp, "an mlp"),
         ("depth", mlp, "an mlp"),
-        ("init", not mlp and not data.is_text(config.task), "networks with convolutions"),
+        ("init", not mlp and kind != "text", "networks with convolutions"),
+        ("pretrained", _model(config).startswith("timm/"), "models timm/NAME"),
+        ("weights", kind != "text", "models but encoders of texts, which bring their own"),
     ]
 
 
 def _model(config: Config) -> str:
     """What it is called, or by what it goes where nothing is said."""
-    if data.is_text(config.task):
-        return "an encoder of texts"
-    return config.model or ("mlp-bn" if config.task == "digits" else "resnet20")
+    kind = data.kind(config.task, config.text_columns)
+    return "an encoder of texts" if kind == "text" else config.model or models.DEFAULTS.get(kind, "mlp-bn")
 
 
 def check(config: Config, given: Mapping[str, Any]) -> None:

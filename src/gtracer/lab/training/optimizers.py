@@ -20,8 +20,8 @@ from gtracer.curvature import (
     per_example,
 )
 from gtracer.lab.config import Config
-from gtracer.lab.data import is_text
 from gtracer.lab.errors import LabError, unknown
+from gtracer.lab.models import was_trained_before
 from gtracer.optim import SAM, AdamTracer, AdamWTracer, Clip, Exact, FiniteDifference, SGDTracer, Tracer
 from gtracer.penalty import RHO_FINE_TUNING
 
@@ -107,8 +107,8 @@ def estimator(name: str) -> Estimator:
 
 
 def _of_tracer(config: Config) -> dict[str, Any]:
-    """Its options, whatever the optimiser. Texts are for encoders that were trained before."""
-    own: dict[str, Any] = {"rho": RHO_FINE_TUNING} if is_text(config.task) else {}
+    """Its options, whatever the optimiser. A model that was trained before wants less of ρ."""
+    own: dict[str, Any] = {"rho": RHO_FINE_TUNING} if was_trained_before(config) else {}
     own |= _given(config, *TRACER) | _estimators(config) | {"engine": _engine(config)}
     own["reuse"] = experimental.PreviousStep() if config.reuse == "previous" else config.reuse
     transforms: list[Any] = [] if config.eta is None else [experimental.Ridge(config.eta)]

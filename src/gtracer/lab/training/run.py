@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from gtracer.lab import data, models
 from gtracer.lab.config import Config
+from gtracer.lab.data import batches
 from gtracer.lab.data.batches import Batch, cropped_and_flipped
-from gtracer.lab.data.task import Split
+from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import DivergedError, LabError, one_line
 from gtracer.lab.kernels.resnet import Fused
 from gtracer.lab.models.encoders import Classifier
@@ -26,6 +27,7 @@ from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
 MISLABELLED_SHOWN = 5000  # mislabelled examples that are looked at each epoch: an error of 0.7 points at most
+MOST_OUTPUTS = 8 << 30  # bytes
 IGNORED = -100  # torch's label of an example that does not count
 # Without gradients so many times the examples fit; more keep a GPU busy.
 EVALUATION_BATCHES = {"torch": 4, "compiled": 4, "fused": 16}
@@ -45,12 +47,15 @@ class EvaluationData:
 class Run:
     """Everything that changes while training. The same configuration makes the same run, step for step."""
 
-    def __init__(self, config: Config, processes: ProcessGroup | None = None, **own: Any) -> None:
+    def __init__(
+        self, config: Config, processes: ProcessGroup | None = None, task: Task | None = None, **own: Any
+    ) -> None:
         """Make it.
 
         Args:
             config: Decides everything.
             processes: The processes that share it, if there are others.
+            task: Its data, where that is not just what the configuration says.
             **own: Arguments of torch's optimiser beside those of the configuration.
         """
         self.config = config
@@ -58,7 +63,8 @@ class Run:
         self.device = self.processes.device
         if self.processes.world > 1:
             _refuse_what_is_not_shared(config)
-        task = data.load(config)
+        task = data.load(config) if task is None else task
+        _refuse_outputs_beyond_memory(task)
         if config.augment and task.kind != "image":
             raise LabError(f"augment = True is for images, the examples of task {config.task!r} are {task.kind}s")
         torch.manual_seed(config.seed)
@@ -81,15 +87,21 @@ class Run:
             torch.manual_seed(config.seed * 1_000_003 + self.processes.rank)
         self.train_batch = built.batches(task.train, self.device)
         self.labels = task.train.labels.to(self.device)
+        self.class_weights = _weights(self.labels, task.classes) if config.class_weights else None
         self.test = self._evaluation_data(built.batches(task.test, self.device), task.test)
         self.holdout = None
         if task.holdout is not None:
             self.holdout = self._evaluation_data(built.batches(task.holdout, self.device), task.holdout)
         rows = (task.train.labels != task.train.truth).nonzero().flatten()[:MISLABELLED_SHOWN]
         self.mislabelled = self._evaluation_data(self.train_batch, task.train, rows) if len(rows) else None
-        self.notes, self.model_name = built.notes, built.name
+        self.built, self.notes, self.model_name = built, [*task.notes, *built.notes], built.name
+        self.task = task.without_examples()
+        parts = {"train": task.train, "holdout": task.holdout, "test": task.test}
+        self.splits = {name: list(part.ids) for name, part in parts.items() if part is not None}
 
         self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
+        if isinstance(self.optimizer, TwoPassOptimizer):
+            self.optimizer.steps_per_epoch = self.steps_an_epoch
         total = self.steps_an_epoch * config.epochs
         factor = learning_rate_factor(config.schedule, round(config.warmup * total), total)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -118,12 +130,25 @@ class Run:
 
     def batch(self, rows: Tensor, width: int | None = None) -> tuple[Any, Tensor]:
         """These training examples, and their labels."""
-        inputs, labels = self.train_batch(rows, width), self.labels[rows.to(self.device)]
-        return (cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs), labels
+        return self._augmented(self.train_batch(rows, width)), self.labels[rows.to(self.device)]
+
+    def batches(self, parts: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
+        """The same of several batches, in turn."""
+        inputs = batches.each(self.train_batch, [(rows, self.train_batch.width(rows)) for rows in parts])
+        for rows, read in zip(parts, inputs, strict=True):
+            yield self._augmented(read), self.labels[rows.to(self.device)]
+
+    def _augmented(self, inputs: Any) -> Any:
+        return cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs
 
     def require_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
             raise DivergedError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
+
+    def loss(self, outputs: Tensor, labels: Tensor, **reduced: Any) -> Tensor:
+        """What is trained by; evaluations take the plain cross-entropy."""
+        smoothing = self.config.label_smoothing
+        return cross_entropy(outputs, labels, self.class_weights, label_smoothing=smoothing, **reduced)
 
     def update(self, inputs: Any, labels: Tensor, of: int) -> Tensor:
         """One step of the optimiser; the loss before it, such that the mean over the processes is the batch's."""
@@ -136,8 +161,8 @@ class Run:
                 what = f"{self.model_name} refuses a batch of {len(labels)}: {one_line(error)}"
                 raise LabError(f"{what}; choose another batch_size or model") from error
             if self.processes.world == 1:
-                return cross_entropy(outputs, labels)
-            return cross_entropy(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.processes.world / of)
+                return self.loss(outputs, labels)
+            return self.loss(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.processes.world / of)
 
         if isinstance(self.optimizer, TwoPassOptimizer):
             found: Tensor = self.optimizer.step(loss_of, inputs, labels)
@@ -188,8 +213,19 @@ class Run:
         """The model's outputs for these examples."""
         self.model.eval()
         with self._precision():
-            outputs = torch.cat([self.evaluated(data.batch(*part)).float() for part in data.parts])
+            outputs = torch.cat([self.evaluated(inputs).float() for inputs in batches.each(data.batch, data.parts)])
         return self.processes.joined(outputs)[: len(data.labels)]
+
+
+def _refuse_outputs_beyond_memory(task: Task) -> None:
+    """Before anything is trained: all outputs for the test data are held at once."""
+    largest = max(len(split.labels) for split in (task.test, task.holdout) if split is not None)
+    size = 4 * largest * task.classes
+    if size > MOST_OUTPUTS:
+        raise LabError(
+            f"there are {task.classes:,} classes: outputs for {largest:,} examples would take {size >> 30} GiB; "
+            "is the label what it should be? Else test, and hold out, fewer examples"
+        )
 
 
 def _refuse_what_is_not_shared(config: Config) -> None:
@@ -197,10 +233,18 @@ def _refuse_what_is_not_shared(config: Config) -> None:
     for name in ("curvature", "average"):
         if getattr(config, name) not in (None, "gradient-magnitude"):
             raise LabError(f"{name} = {getattr(config, name)!r} cannot be shared by several processes: run it in one")
+    if config.class_weights:
+        raise LabError("class_weights = True cannot be shared by several processes: run it in one")
     if config.kernels == "fused":
         raise LabError("kernels = 'fused' cannot be shared by several processes: use torch's or compiled ones")
     if config.engine == "exact":
         raise LabError("engine = 'exact' cannot be shared by several processes: use finite-difference, or one process")
+
+
+def _weights(labels: Tensor, classes: int) -> Tensor:
+    """Of each class in the loss, such that the mean over the examples is 1; a class without examples counts nothing."""
+    counts = torch.bincount(labels, minlength=classes).float()
+    return torch.where(counts > 0, len(labels) / ((counts > 0).sum() * counts.clamp(min=1)), 0.0)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

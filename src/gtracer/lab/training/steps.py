@@ -40,19 +40,20 @@ class Eager:
         self.run = run
 
     def rest_of_epoch(self) -> Iterator[float]:
-        batches = torch.split(self.run.order(), self.run.config.batch_size)
-        self.run.model.train()
-        for rows in batches[self.run.step :]:
-            yield self._make(rows)
-
-    def _make(self, rows: Tensor) -> float:
         run = self.run
-        mine, counted = run.processes.share(rows)
-        inputs, labels = run.batch(mine)
-        if counted < len(mine):  # padding rows, excluded from the loss
-            labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
+        run.model.train()
+        batches = torch.split(run.order(), run.config.batch_size)[run.step :]
+        shares = [run.processes.share(rows) for rows in batches]
+        made = run.batches([mine for mine, _ in shares])
+        for rows, (mine, counted), (inputs, labels) in zip(batches, shares, made, strict=True):
+            if counted < len(mine):  # padding rows, excluded from the loss
+                labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
+            yield self._make(inputs, labels, len(rows))
+
+    def _make(self, inputs: Any, labels: Tensor, of: int) -> float:
+        run = self.run
         try:
-            loss = float(run.processes.mean(run.update(inputs, labels, len(rows))))
+            loss = float(run.processes.mean(run.update(inputs, labels, of)))
         except NonFiniteError:
             loss = math.nan
         run.require_finite(loss)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from gtracer.lab import files
 from gtracer.lab.config import Config
+from gtracer.lab.data.task import Task
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
-from gtracer.lab.training import checkpoint, resolution
+from gtracer.lab.training import checkpoint, resolution, weights
 from gtracer.lab.training.callbacks import Callback
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import joined
@@ -23,7 +24,15 @@ from gtracer.lab.training.steps import Eager, Steps
 Progress = float | dict[str, float] | None  # the loss of a step; the row of an epoch; neither, where it only pauses
 
 
-def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bool | None = False) -> Record:
+def train(
+    config: Config,
+    folder: Path,
+    callbacks: list[Callback],
+    *,
+    resume: bool | None = False,
+    model: bool = False,
+    task: Task | None = None,
+) -> Record:
     """Train, or go on training, and leave record and checkpoint in the folder. A finished run is not run again.
 
     Args:
@@ -31,6 +40,8 @@ def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bo
         folder: Its own.
         callbacks: Are told how it goes.
         resume: Go on with what the folder holds; None: if it holds any.
+        model: Leave the model in the folder too, for use.
+        task: The run's data, where that is not just what the configuration says.
 
     Raises:
         LabError: Where the folder holds another run, or something outside the program is wrong.
@@ -41,9 +52,9 @@ def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bo
         found = processes.from_first(lambda: claimed(folder, config, resume, lock))
         if found is not None and found.finished:
             return found
-        steps = Eager(Run(config, processes))
+        steps = Eager(Run(config, processes, task))
         record = begun(steps, folder, found)
-        with stop_on_interrupt() as stopped, closing(fit(steps, record, folder)) as progress:
+        with stop_on_interrupt() as stopped, closing(fit(steps, record, folder, model=model)) as progress:
             for news in progress:
                 for callback in callbacks:
                     if isinstance(news, dict):
@@ -57,7 +68,9 @@ def train(config: Config, folder: Path, callbacks: list[Callback], *, resume: bo
         return record
 
 
-def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -> Generator[Progress]:
+def fit(
+    steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0, *, model: bool = False
+) -> Generator[Progress]:
     """The training loop, whoever makes the steps: to the last epoch, with record and checkpoint on the way.
 
     Args:
@@ -65,10 +78,13 @@ def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -
         record: Is filled, epoch by epoch.
         folder: Of the run.
         save_seconds: How long after one checkpoint the next is written, at the end of an epoch.
+        model: Leave the model too.
     """
     run = steps.run
     # Before the first epoch is spent on a folder that cannot be written.
     run.processes.from_first(lambda: record.write(folder))
+    if model:
+        run.processes.from_first(lambda: weights.describe(run, record, folder))
     saved = time.monotonic()
     try:
         while run.epoch < run.config.epochs:
@@ -76,6 +92,8 @@ def fit(steps: Steps, record: Record, folder: Path, save_seconds: float = 0.0) -
             record.add(row, run.seconds)
             record.peak_memory = max(record.peak_memory, provenance.peak_memory(run.device))
             run.seconds = 0.0
+            if model:  # before the checkpoint: a run that is killed in between makes this epoch, and its weights, again
+                run.processes.from_first(lambda: weights.keep(run, record, folder))
             if time.monotonic() - saved >= save_seconds:
                 # With the results: should the power fail between the two files, they are taken from the checkpoint.
                 steps.save(folder, record.results())

@@ -1,0 +1,95 @@
+"""Examples that are read when they are wanted, by torch's DataLoader: there may be more than memory holds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gtracer.lab.errors import LabError
+
+IN_MEMORY = 1 << 30  # bytes of a data set that is kept on the device as a whole
+MOST_WORKERS = 8
+
+
+class Items:
+    """Some examples of a Dataset, which gives an input or a pair of input and label."""
+
+    def __init__(self, dataset: Any, chosen: Sequence[int] | None = None) -> None:
+        self.dataset = dataset
+        self.chosen = range(len(dataset)) if chosen is None else chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def rows(self, chosen: Tensor) -> Items:
+        """These examples only, in this order."""
+        return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()])
+
+    def __getitem__(self, place: int) -> Tensor:
+        item = self.dataset[self.chosen[place]]
+        return torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a tensor of all of them would have it."""
+        return (len(self), *self[0].shape)
+
+    def gathered(self, rows: Iterable[int]) -> Tensor:
+        """These as one tensor."""
+        return torch.stack([self[row] for row in rows])
+
+    def loaded(self) -> Tensor | Items:
+        """All of them as one tensor, where they are few enough."""
+        first = self[0]
+        fits = first.numel() * first.element_size() * len(self) <= IN_MEMORY
+        return self.gathered(range(len(self))) if fits else self
+
+
+def read_ahead(items: Items, parts: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Batch after batch of these rows, which other processes read while the device computes."""
+    loader = DataLoader(
+        _Batches(items),
+        sampler=[rows.tolist() for rows in parts],
+        batch_size=None,
+        num_workers=_workers(len(parts)),
+        worker_init_fn=_leave_interrupts,
+        pin_memory=device.type == "cuda",
+        generator=torch.Generator().manual_seed(0),  # or it would draw from everybody's
+    )
+    for batch in loader:
+        if isinstance(batch, LabError):
+            raise batch
+        yield batch.to(device, non_blocking=True)
+
+
+class _Batches(Dataset[Any]):
+    """Whole batches, by their rows; what is wrong with one comes instead of it, as no traceback of a worker."""
+
+    def __init__(self, items: Items) -> None:
+        self.items = items
+
+    def __getitem__(self, rows: list[int]) -> Tensor | LabError:
+        try:
+            return self.items.gathered(rows)
+        except LabError as error:
+            return error
+
+
+def _workers(batches: int) -> int:
+    """How many processes read: one for each core, none for a single batch, or where there may be none."""
+    if batches < 2 or multiprocessing.current_process().daemon:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_WORKERS, cores)
+
+
+def _leave_interrupts(worker: int) -> None:
+    """Ctrl-C is the run's: it finishes the step, for which this process still reads, and ends it then."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""What a trained model is for: predictions, an evaluation, an export to other formats."""

@@ -1,0 +1,87 @@
+"""A model that a run has left, ready to be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gtracer.lab.config import Config
+from gtracer.lab.data import batches
+from gtracer.lab.data.task import Found, Preprocessing, Split
+from gtracer.lab.errors import LabError, shown
+from gtracer.lab.models import saved
+from gtracer.lab.models.built import Built
+from gtracer.lab.training.device import device_of
+
+BATCH = 256  # examples at a time
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and what it takes to use it.
+
+    Attributes:
+        folder: The run's.
+        model: In evaluation mode, on `device`.
+        preprocessing: Reads files as the model takes them: `preprocessing.read(path)`.
+        classes: Their names, in the order of the model's outputs.
+        config: Of the run that trained it.
+        device: Where it computes.
+        built: How examples are handed to it.
+    """
+
+    folder: Path
+    model: nn.Module
+    preprocessing: Preprocessing | None
+    classes: tuple[str, ...]
+    config: Config
+    device: torch.device
+    built: Built
+
+    def read(self, path: Path) -> Found:
+        """The examples that a file or folder holds, as the model takes them."""
+        if self.preprocessing is None:
+            raise LabError(f"{self.folder} was trained on data sets from Python: only they tell how data is read")
+        if not path.exists():
+            raise LabError(f"cannot read {path}: there is no such file or folder")
+        return self.preprocessing.read(path)
+
+    def predict(self, path: str | Path) -> Tensor:
+        """The probabilities of the classes, a row for each example of a file or folder."""
+        return self.probabilities(self.read(Path(path)))
+
+    @torch.no_grad()
+    def probabilities(self, examples: Found | Split) -> Tensor:
+        """The same of examples that have been read, on the CPU."""
+        if not len(examples.inputs):
+            return torch.zeros(0, len(self.classes))
+        batch = self.built.batches(examples, self.device)
+        rows = torch.split(torch.arange(len(examples.inputs), device=self.device), BATCH)
+        inputs = batches.each(batch, [(part, batch.width(part)) for part in rows])
+        return torch.cat([self.model(each).float().softmax(1).cpu() for each in inputs])
+
+    def index(self, names: list[str]) -> Tensor:
+        """The classes of these names; refused in one line where the model knows no such class."""
+        known = {name: place for place, name in enumerate(self.classes)}
+        for name in names:
+            if name not in known:
+                some = ", ".join(self.classes[:10]) + (", …" if len(self.classes) > 10 else "")
+                raise LabError(f"label {shown(name)} was never seen in training: the model knows {some}")
+        return torch.tensor([known[name] for name in names], dtype=torch.int64)
+
+
+def load(run: str | Path, *, device: str = "auto", last: bool = False) -> Trained:
+    """The model that a run has left.
+
+    Args:
+        run: Its folder.
+        device: Where to compute.
+        last: The last epoch's weights, where the best ones by held-out data are others.
+    """
+    folder, place = Path(run), device_of(device)
+    built, about = saved.read(folder, last=last)
+    model = built.model.to(place).eval()
+    return Trained(folder, model, about.preprocessing, about.classes, about.config, place, built)

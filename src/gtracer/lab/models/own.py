@@ -1,0 +1,101 @@
+"""Models from elsewhere: timm's by name, a function's of one's own; and weights that were trained before."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gtracer.lab.data import python
+from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.models.built import Architecture
+
+TIMM = "timm/"
+WRAPPED = ("state_dict", "model")  # where others' checkpoints keep the weights
+
+
+def is_named(name: str) -> bool:
+    """Whether it is timm/NAME or MODULE:FUNCTION."""
+    return name.startswith(TIMM) or python.is_named(name)
+
+
+def made(of: Architecture, *, pretrained: bool = False) -> nn.Module:
+    """That model, with a head for these classes; refused where it does not fit the data."""
+    model = _timm(of, pretrained) if of.name.startswith(TIMM) else _by_function(of)
+    _check(model, of)
+    return model
+
+
+def _timm(of: Architecture, pretrained: bool) -> nn.Module:
+    try:
+        import timm
+    except ImportError as error:  # also where torchvision, which it needs, is another torch's
+        raise LabError(
+            f"model {of.name!r} needs timm, and that torchvision ({one_line(error)}): pip install 'gtracer-optim[timm]'"
+        ) from error
+    if len(of.shape) != 3:
+        raise LabError(f"model {of.name!r} wants images, the task's examples have shape {of.shape}")
+    try:
+        model: nn.Module = timm.create_model(
+            of.name.removeprefix(TIMM), pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0]
+        )
+    except Exception as error:  # of a name, of the network, of the hub: of any class
+        raise LabError(f"model {of.name!r} cannot be had: {one_line(error)}") from error
+    return model
+
+
+def _by_function(of: Architecture) -> nn.Module:
+    model = python.function(of.name, "shape", "classes")(shape=of.shape, classes=of.outputs)
+    if not isinstance(model, nn.Module):
+        raise LabError(f"{of.name} must give a torch.nn.Module, got {shown(model)}")
+    return model
+
+
+@torch.no_grad()
+def _check(model: nn.Module, of: Architecture) -> None:
+    """With two examples of nothing, before anything is trained on."""
+    was = model.training
+    try:
+        found = tuple(model.eval()(torch.zeros(2, *of.shape)).shape)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {one_line(error)}") from error
+    finally:
+        model.train(was)
+    if found != (2, of.outputs):
+        raise LabError(
+            f"model {of.name!r} gives outputs of shape {found[1:]}, not one for each of {of.outputs} classes"
+        )
+
+
+def take_weights(model: nn.Module, path: Path) -> list[str]:
+    """Begin with a file's, safetensors or torch's. The head, the last layer, may be another task's: that is said."""
+    given, own = _weights(path), model.state_dict()
+    lost = [name for name in own if name not in given or given[name].shape != own[name].shape]
+    head = list(own)[-1].rpartition(".")[0]
+    if strange := next((name for name in lost if name.rpartition(".")[0] != head), None):
+        theirs = f"has it as {tuple(given[strange].shape)}" if strange in given else "has none of that name"
+        ours = tuple(own[strange].shape)
+        raise LabError(f"{path} is of another model: {strange} of shape {ours} is wanted, the file {theirs}")
+    model.load_state_dict({name: given[name] for name in own if name not in lost}, strict=False)
+    if not lost:
+        return []
+    there = f"of shape {tuple(given[lost[0]].shape)}" if lost[0] in given else "missing"
+    return [f"{path}: {lost[0]} is {there}, another task's head: that for this one starts anew"]
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise LabError(f"cannot read the weights {path}: {one_line(error)}") from error
+    found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise LabError(f"{path} holds no weights by their names, but {shown(type(found).__name__)}")
+    return found

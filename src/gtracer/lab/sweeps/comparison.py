@@ -1,0 +1,124 @@
+"""`gtracer compare`: an optimiser, SAM and TRACER on one's own data, chosen by held-out data, and the report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gtracer.lab.config import Config
+from gtracer.lab.errors import DivergedError, LabError
+from gtracer.lab.results import report
+from gtracer.lab.results.statistics import Estimate
+from gtracer.lab.sweeps import sweep
+from gtracer.lab.sweeps.study import Study
+from gtracer.lab.training import optimizers
+from gtracer.lab.training.callbacks import ProgressBar
+from gtracer.lab.training.trainer import train
+from gtracer.lab.training.weights import best_epoch
+
+HOLDOUT = 0.1
+FEW = 5  # runs, below which a difference has to be large to be told from chance
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method's runs: accuracies in per cent at the epoch that is best by held-out data, run by run."""
+
+    method: str
+    held_out: list[float]
+    test: list[float]
+    folders: list[Path]
+    diverged: int
+
+    @property
+    def score(self) -> float:
+        return statistics.mean(self.held_out) if self.held_out else float("-inf")
+
+    @property
+    def best_run(self) -> Path:
+        """The one to use: the best by held-out data."""
+        return self.folders[max(range(len(self.held_out)), key=self.held_out.__getitem__)]
+
+
+def study(config: Config, seeds: int, asked: dict[str, Any]) -> Study:
+    """Three methods that differ in the optimiser alone, with one setting: all other options as asked."""
+    base, _ = optimizers.parsed(config.optimizer)
+    common = {"holdout": config.holdout or HOLDOUT} | asked
+    methods = {name: {"optimizer": optimizer} for name, optimizer in _methods(base).items()}
+    left = {name: value for name, value in common.items() if name not in ("optimizer", "seed")}
+    title = f"{Path(config.task).stem}: {', '.join(methods)}"
+    about = "Accuracy on test labels as they are; they may be noisy."
+    return Study.from_mapping({"title": title, "about": about, "base": left, "seeds": seeds, "methods": methods})
+
+
+def _methods(base: str) -> dict[str, str]:
+    name = optimizers.BASES[base].__name__
+    return {name: base, f"{name} + SAM": f"{base}-sam", f"{name} + TRACER": f"{base}-tracer"}
+
+
+def compare(wanted: Study, folder: Path, console: Console, tell: Callable[[str], None]) -> list[Outcome]:
+    """Train what is missing, one after the other, and say what came out. Each run leaves its model.
+
+    Args:
+        wanted: What `study` gives.
+        folder: Of the runs; the report goes to `report` there.
+        console: Is told how it goes.
+        tell: Is told of records that cannot be read.
+    """
+    for config in wanted.configs():
+        sweep.check(config)
+    sweep.check_effects(wanted)
+    wanted.write(folder)
+    outcomes = [_outcome(point.method, point.configs(), folder, console) for point in wanted.points()]
+    console.print(_table(outcomes))
+    page = report.write(folder, folder / "report", tell)
+    console.out(_sentence(outcomes), highlight=False)
+    console.out(f"Report with curves: {page}", highlight=False)
+    return outcomes
+
+
+def _outcome(method: str, configs: list[Config], folder: Path, console: Console) -> Outcome:
+    held_out, test, folders, diverged = [], [], [], 0
+    for config in configs:
+        place = folder / config.identity.folder
+        console.out(f"{method}, seed {config.seed}", highlight=False)
+        try:
+            with ProgressBar(console, config.epochs) as bar:
+                record = train(config, place, [bar], resume=None, model=True)
+        except DivergedError:
+            diverged += 1
+            continue
+        epoch = best_epoch(record) - 1
+        held_out.append(100 * record.curves["holdout_accuracy"][epoch])
+        test.append(100 * record.curves["test_accuracy"][epoch])
+        folders.append(place)
+    return Outcome(method, held_out, test, folders, diverged)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    made = Table(caption="Accuracy in %, at each run's best epoch by held-out data; mean ± standard error over seeds.")
+    for heading in ("", "n", "held-out", "test", "diverged"):
+        made.add_column(heading, justify="right" if heading else "left")
+    for outcome in outcomes:
+        cells = (str(Estimate.of(values)) if values else "" for values in (outcome.held_out, outcome.test))
+        made.add_row(Text(outcome.method), str(len(outcome.test)), *cells, str(outcome.diverged or ""))
+    return made
+
+
+def _sentence(outcomes: list[Outcome]) -> str:
+    """What came out: the choice is by held-out data alone, and test data says what it is worth."""
+    best = max(outcomes, key=lambda outcome: outcome.score)
+    if not best.held_out:
+        raise LabError("all runs diverged: lower --lr")
+    found = f"{best.method} is best by held-out data, with {Estimate.of(best.test)}% on test data"
+    others = ", ".join(f"{o.method} {Estimate.of(o.test)}%" for o in outcomes if o is not best and o.test)
+    n = len(best.test)
+    few = f" n = {n} is few: --seeds {FEW} or more." if n < FEW else ""
+    return f"{found} ({others}).{few} Its model: {best.best_run}"

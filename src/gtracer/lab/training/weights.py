@@ -1,0 +1,36 @@
+"""The model that a run leaves for use: the best epoch's weights by held-out data, and the last's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gtracer.lab import files
+from gtracer.lab.models import saved
+from gtracer.lab.results.record import Record
+from gtracer.lab.training.run import Run
+
+SPLITS = "splits.json"  # which example is in which part, where they are the user's own
+
+
+def describe(run: Run, record: Record, folder: Path) -> None:
+    """Write all but the weights."""
+    saved.Description.of(run.config, run.task, run.built, record.environment["versions"]).write(folder)
+    run.built.save(folder / saved.PARTS)
+    if any(run.splits.values()):
+        files.write(folder / SPLITS, (json.dumps(run.splits, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def keep(run: Run, record: Record, folder: Path) -> None:
+    """Write the weights after an epoch, where it is the best one so far by held-out data, or the last."""
+    holding_out = "holdout_accuracy" in record.curves
+    if best_epoch(record) == record.epochs and (holding_out or record.finished):
+        saved.write_weights(run.model, folder / saved.WEIGHTS, record.epochs)
+    if holding_out and record.finished:
+        saved.write_weights(run.model, folder / saved.LAST, record.epochs)
+
+
+def best_epoch(record: Record) -> int:
+    """By held-out data, the first of equals; without any, the last one: test data chooses nothing."""
+    held_out = record.curves.get("holdout_accuracy")
+    return record.epochs if held_out is None else 1 + max(range(record.epochs), key=held_out.__getitem__)

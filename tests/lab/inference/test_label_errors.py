@@ -1,0 +1,105 @@
+"""Which labels are wrong: on data whose wrong labels are known."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from cleanlab.filter import find_label_issues
+from sklearn.metrics import roc_auc_score
+
+import gtracer
+from gtracer import cli
+from gtracer.lab import data
+from gtracer.lab.config import Config
+from gtracer.lab.inference import label_errors
+from gtracer.lab.inference.trained import load
+from gtracer.lab.training.trainer import train
+from support.films import config as on_films
+
+NOISY = Config(epochs=8, width=64, label_noise=0.2, optimizer="sgd-sam", rho=0.5, lr=0.05, holdout=0.1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("noisy") / "run"
+    train(NOISY, folder, [], model=True)
+    return folder
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_cleanlab_on_the_model_s_own_probabilities(run, capsys):
+    assert cli.main(["find-label-errors", str(run)]) == 0
+    out = capsys.readouterr().out
+    train_split = data.load(NOISY).train
+    wrong = (train_split.labels != train_split.truth).numpy()
+    p = gtracer.load(run).probabilities(train_split).double().numpy()
+    p /= p.sum(1, keepdims=True)
+    labels = train_split.labels.numpy()
+    told = rows(run / "label-errors" / "label-errors.csv")
+    order = [int(row["example"]) for row in told]
+    assert sorted(order) == list(range(len(labels)))
+    given = p[numpy.arange(len(labels)), labels]
+    assert (numpy.diff(given[order]) >= 0).all()
+    flagged = {int(row["example"]) for row in told if row["wrong"] == "yes"}
+    assert flagged == set(numpy.flatnonzero(find_label_issues(labels, p, n_jobs=1)))
+    assert [row["suggested"] for row in told] == [str(i) for i in p.argmax(1)[order]]
+    auc = roc_auc_score(wrong, -given)
+    assert auc > 0.9
+    precision, recall = len(flagged & set(numpy.flatnonzero(wrong))) / len(flagged), None
+    recall = len(flagged & set(numpy.flatnonzero(wrong))) / wrong.sum()
+    assert f"area under the ROC {auc:.3f}, precision {precision:.1%}, recall {recall:.1%}" in out
+    page = (run / "label-errors" / "label-errors.html").read_text()
+    assert page.count('<li><img src="data:image/png;base64,') == label_errors.SHOWN
+
+
+def test_folds_are_judged_by_models_that_have_not_seen_them(run, tmp_path):
+    trained = load(run)
+    found = label_errors.find(trained, 2, tmp_path)
+    task = data.load(NOISY)
+    parts = [json.loads((tmp_path / f"fold-{k}-of-2" / "record.json").read_text()) for k in (1, 2)]
+    assert sum(part["resolved"]["examples"] for part in parts) == len(task.train.labels)
+    models = [load(tmp_path / f"fold-{k}-of-2").probabilities(task.train) for k in (1, 2)]
+    given = torch.stack([p[torch.arange(len(p)), task.train.labels] for p in models]).double()
+    quality = torch.tensor(found.quality)
+    is_first = (quality - given[0]).abs() < 1e-6
+    assert ((quality - given[1]).abs() < 1e-6)[~is_first].all()
+    assert parts[1]["resolved"]["examples"] == pytest.approx(int(is_first.sum()), abs=3)
+
+
+def test_texts_on_the_page_are_text(tmp_path):
+    config = replace(on_films(tmp_path), epochs=1)
+    path = tmp_path / "films.csv"
+    path.write_text(path.read_text().replace("film,", "<script>film,"))
+    train(config, tmp_path / "run", [], model=True)
+    assert cli.main(["find-label-errors", str(tmp_path / "run")]) == 0
+    page = (tmp_path / "run" / "label-errors" / "label-errors.html").read_text()
+    assert "&lt;script&gt;film" in page
+    assert "<script>" not in page
+    assert {row["example"] for row in rows(tmp_path / "run" / "label-errors" / "label-errors.csv")} <= {
+        f"films.csv: row {n}" for n in range(1, 61)
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folds", "5000"], "folds = 5000 are more than the"),
+        (["--folds", "0"], "--folds: must be a whole number of at least 1"),
+    ],
+)
+def test_one_clear_line(run, words, message, capsys):
+    try:
+        code = cli.main(["find-label-errors", str(run), *words])
+    except SystemExit as stopped:
+        code = stopped.code
+    error = capsys.readouterr().err
+    assert code in (1, 2)
+    assert message in error
+    assert error.count("\n") == 1
