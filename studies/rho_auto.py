@@ -8,8 +8,8 @@ holds `cifar-100-python`, also a ResNet on images of CIFAR-100 at half their siz
 
 Columns are the base optimiser; the best of eight fixed values of ρ, each trained without a tenth of the data, which
 judges it, and the best then trained on all of it; 0.003; and ρ that sets itself, told how long an epoch is, not told,
-and by a tenth of the data that is held out. Runs that are in the file already are not made again. The table has accuracy
-on clean test data at the last epoch (R² of the regression), in per cent.
+and by a tenth of the data that is held out. Runs that are in the file already are not made again. The table has the
+accuracy on clean test data at the last epoch (R² of the regression), in per cent.
 """
 
 from __future__ import annotations

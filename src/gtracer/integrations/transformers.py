@@ -22,6 +22,7 @@ class _MeanLoss:
 
     # What a Trainer has.
     args: Any
+    state: Any
     accelerator: Any
     model: Any
     optimizer: Any

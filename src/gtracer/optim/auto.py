@@ -78,10 +78,6 @@ class Controller:
         """ρ of step number `count`."""
         return math.exp(log_rho) * min(1.0, max(0.0, (count - self.wait) / self.rise))
 
-    def decides(self, count: int) -> bool:
-        """Whether ρ may move after this step."""
-        return count >= self.first and (count + 1) % self.every == 0
-
     def wants_held_out(self, count: int) -> bool:
         """Whether this step looks at held-out data."""
         return self.held_out is not None and (count + 1) % self.every == 0
@@ -105,11 +101,11 @@ class Controller:
         else:
             _follow(numbers, TRAIN, step.loss)
             _follow(numbers, HELD_OUT, step.held_out)
-        if step.due and step.stats is not None:
+        if (step.due or step.renewed) and step.stats is not None:
             _follow(numbers, ALIGNMENT, step.stats.alignment)
         groups = [group for group in opt.param_groups if group.get(IS_AUTO)]
         log_rho = groups[0].get(LOG_RHO, math.log(self.start))
-        if self.decides(count):
+        if count >= self.first and (count + 1) % self.every == 0:
             log_rho += float(self._move(numbers, opt))
             log_rho = min(math.log(self.high), max(math.log(self.start), log_rho))
         for group in groups:
