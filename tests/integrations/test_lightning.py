@@ -116,6 +116,13 @@ def agree(found, expected, tolerance=1e-6):
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("kind", [Automatic, Manual])
+@pytest.mark.parametrize(("said", "known"), [({}, STEPS), ({"steps_per_epoch": 99}, 99)])
+def test_the_optimiser_is_told_how_long_an_epoch_is(kind, said, known):
+    trainer = fit(kind(rho="auto", **said))
+    assert trainer.optimizers[0].steps_per_epoch == known
+
+
 def test_there_is_a_penalty_to_be_found():
     """What follows could not fail else."""
     assert (plain()[0] - plain(rho=0.0)[0]).abs().max() > 0.01

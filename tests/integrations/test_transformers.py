@@ -57,6 +57,14 @@ def test_rho_is_one_for_fine_tuning(tmp_path, given, expected):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_optimiser_is_told_how_long_an_epoch_is(tmp_path, accumulation):
+    for epochs in (1, 2):
+        words = {"num_train_epochs": epochs, "gradient_accumulation_steps": accumulation}
+        _, made = trained(tmp_path / str(epochs), words={"tracer": {"rho": "auto"}}, **words)
+        assert made.optimizer.optimizer.steps_per_epoch == made.state.global_step / epochs
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
     """To rounding, those of one big batch with accumulation; in float64, since Adam blows small gradients' up."""
     model = bert().double()

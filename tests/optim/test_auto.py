@@ -2,7 +2,6 @@
 
 import copy
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -221,20 +220,36 @@ def test_held_out_data_leaves_no_trace_but_rho():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ratio", "moves"), [(0.5, 1), (0.8, 0.5), (0.9, 0), (0.97, -0.06), (1.5, -0.7)])
-def test_rho_follows_the_gap_to_held_out_data(ratio, moves):
-    """In closed form: the training loss is this share of the held-out loss, and ∇T at right angles to ∇L."""
-    w = nn.Parameter(torch.tensor([1.0, 1.0]).double())
-    told = 2.0 * ratio
-    # L = (told + w₀² − w₁²)/…: H = diag(1, −1), so ∇T ∝ Hg is orthogonal to g = (1, −1)·… at w = (1, 1)
+@pytest.mark.parametrize(("ratio", "moved"), [(0.5, 0.7), (0.8, 0.35), (0.9, 0), (0.97, -0.06), (1.5, -0.7)])
+def test_rho_follows_the_gap_to_held_out_data(ratio, moved):
+    """In closed form: the training loss is this share of the held-out one, and ∇T at right angles to ∇L."""
+    w = nn.Parameter(torch.ones(2).double())
     opt = SGDTracer([w], lr=0.0, delta=1e3, held_out=lambda: torch.tensor(2.0).double())
-    opt.controller = replace(opt.controller, start=1e-4)
-    for _ in range(50):
-        opt.step(lambda: told + (w[0] ** 2 - w[1] ** 2) / 2)
-    log_rho = opt.param_groups[0]["rho_log"]
-    up = 0.7 if moves == 1 else 0.35 if moves == 0.5 else 0.0
-    # One decision by then, at step 49; below its start it does not fall.
-    assert log_rho == pytest.approx(math.log(1e-4) + up, abs=1e-6)
+    group = opt.param_groups[0]
+    for _ in range(49):
+        opt.step(lambda: 2 * ratio + (w[0] ** 2 - w[1] ** 2) / 2)
+    group["rho_log"] = math.log(1e-3)
+    opt.step(lambda: 2 * ratio + (w[0] ** 2 - w[1] ** 2) / 2)
+    assert group["rho_log"] == pytest.approx(math.log(1e-3) + moved, abs=1e-9)
+
+
+def test_held_out_data_in_a_loop_of_ones_own():
+    """The same ρ as by a closure."""
+    rhos = []
+    for how in ("closure", "loop"):
+        model = net()
+        torch.manual_seed(3)
+        rhos.append(train(model, MAKERS["sgd"](model, held_out=held_out_of(model, True)), batches(120), how)[0])
+    assert rhos[0] == pytest.approx(rhos[1], rel=1e-9, abs=1e-300)
+    assert rhos[0][-1] > 2e-4
+
+
+@pytest.mark.parametrize("told", [0.5, torch.ones(3), None])
+def test_what_is_no_held_out_loss(told):
+    model = net()
+    opt = MAKERS["sgd"](model, held_out=lambda: told)
+    with pytest.raises(ValueError, match="held_out must return the loss of a held-out batch"):
+        train(model, opt, batches(11))
 
 
 def test_a_group_with_a_number_keeps_it():

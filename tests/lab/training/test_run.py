@@ -43,6 +43,12 @@ def test_compiled_is_the_same_run(tmp_path):
     assert compiled.config.identity == plain.config.identity
 
 
+def test_the_optimiser_is_told_how_long_an_epoch_is():
+    run = Run(replace(SMALL, optimizer="sgd-tracer", rho=None))
+    assert run.optimizer.steps_per_epoch == run.steps_an_epoch > 1
+    assert run.optimizer.sets_rho
+
+
 def test_against_a_loop_by_hand(tmp_path, monkeypatch):
     """One epoch of the lab is one epoch of torch's SGD, written out."""
     monkeypatch.setattr("gtracer.lab.training.run.MISLABELLED_SHOWN", 100)
