@@ -275,7 +275,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         displaces nothing and drops what is computed in it.
 
         Args:
-            loss: Of the first pass, not scaled. With rho="auto" and no held-out data ρ rises only where it is known.
+            loss: Of the first pass, not scaled, for `stats`. With `held_out=` ρ moves only where it is known.
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
