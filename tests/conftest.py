@@ -34,6 +34,15 @@ def _ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True)
+def _gradients():
+    """A test that leaves them off fails by itself, and no other with it."""
+    yield
+    left = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left
+
+
 @pytest.fixture
 def children():
     """A function: the processes that the test has started and that are alive. Those of other tests may be too."""

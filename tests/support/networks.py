@@ -10,6 +10,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 
+class Unfinished(nn.Linear):
+    """A model with a bug."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise TypeError("this model is not finished")
+
+
+def unfinished(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Unfinished(shape[0], classes)
+
+
 @dataclass
 class Case:
     model: nn.Module

@@ -219,7 +219,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if not self._loop.busy:
             self._loop = loops.Loop(RandomState(self._devices()))
 
-    @torch.no_grad()
     def step(
         self,
         closure: Callable[..., Any] | None = None,
@@ -245,7 +244,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """
         call = Call.of(closure, batch, batches, penalty, scaler)
         self._check_step(call)
-        with uninterrupted() as signals:
+        with uninterrupted() as signals, torch.no_grad():  # whose way in and out no Ctrl-C may meet
             try:
                 step = self._made(call, signals)
             except NonFiniteError as error:

@@ -290,12 +290,12 @@ class TestBadInput:
             sweep(study(), tmp_path / "out", TWO, QUIET)
 
     def test_a_bug_in_a_run_does_not_take_the_others_with_it(self, tmp_path):
-        """An exception that is no LabError: here from a model that cannot be built."""
-        one, two = (replace(c, batch_size=size) for c, size in zip(study().configs()[:2], (1, 256), strict=True))
-        # Batch norm refuses a batch of one with a plain ValueError.
+        """An exception that is no LabError, here of a model that is somebody else's."""
+        one, two = study().configs()[:2]
+        one = replace(one, model="support.networks:unfinished")
         ends = {
             event.config: event.failure for event in TWO([(one, tmp_path / "1"), (two, tmp_path / "2")]) if event.ended
         }
         assert ends[two] is None
-        assert ends[one].startswith("ValueError: Expected more than 1 value per channel")
+        assert ends[one].startswith("TypeError: this model is not finished")
         assert "gtracer train --resume" in ends[one]
