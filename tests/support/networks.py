@@ -11,10 +11,12 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 
 class Unfinished(nn.Linear):
-    """A model with a bug."""
+    """A model with a bug that does not show on a few examples."""
 
     def forward(self, x: Tensor) -> Tensor:
-        raise TypeError("this model is not finished")
+        if len(x) > 16:
+            raise TypeError("this model is not finished")
+        return super().forward(x)
 
 
 def unfinished(shape: tuple[int, ...], classes: int) -> nn.Module:
