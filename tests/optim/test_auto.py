@@ -233,6 +233,31 @@ def test_rho_follows_the_gap_to_held_out_data(ratio, moved):
     assert group["rho_log"] == pytest.approx(math.log(1e-3) + moved, abs=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("steps", "agreement", "moved"),
+    [
+        (None, 0.02, 0.35),
+        (None, 0.05, 0),
+        (None, 0.15, -0.15),
+        (10, 0.15, -0.21),
+        (1000, 0.15, -0.432),
+        (50, 0.05, 1.4 / 3),
+    ],
+)
+def test_rho_follows_the_agreement_of_batches(steps, agreement, moved):
+    """In closed form: gradients of successive steps have this cosine, and ∇T is at right angles to ∇L."""
+    w = nn.Parameter(torch.ones(4).double())
+    cosine = (agreement * 102 - 2) / 100  # of the parts of length 10 that alternate; the others are (1, −1)
+    slopes = [torch.tensor([10.0, 0.0]), torch.tensor([10 * cosine, 10 * math.sqrt(1 - cosine**2)])]
+    opt = SGDTracer([w], lr=0.0, delta=1e6, steps_per_epoch=steps)
+    group = opt.param_groups[0]
+    for i in range(50):
+        if i == 49:
+            group["rho_log"] = math.log(1e-3)
+        opt.step(lambda i=i: (slopes[i % 2].double() * w[:2]).sum() + (w[2] ** 2 - w[3] ** 2) / 2)
+    assert group["rho_log"] == pytest.approx(math.log(1e-3) + moved, abs=1e-6)
+
+
 def test_held_out_data_in_a_loop_of_ones_own():
     """The same ρ as by a closure."""
     rhos = []

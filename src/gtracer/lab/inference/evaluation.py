@@ -113,7 +113,7 @@ class Evaluation:
         share, mean = calibration_curve(right.long(), sure, n_bins=BINS)
         above.plot([0, 1], [0, 1], color="grey", linewidth=1)
         above.plot(mean, share, marker="o")
-        above.set(ylabel="share right", title="Calibration", ylim=(0, 1), xlim=(0, 1))
+        above.set(ylabel="accuracy", title="Calibration", ylim=(0, 1), xlim=(0, 1))
         below.hist(sure, bins=BINS, range=(0, 1))
         below.set(xlabel="predicted probability", ylabel="examples")
 
