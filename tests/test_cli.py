@@ -1,5 +1,6 @@
 """What the command line says: without a command, at a slip of the pen, at the end of a sweep."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -22,6 +23,15 @@ def test_alone_it_says_what_there_is(capsys):
     out = capsys.readouterr().out
     for command in ("demo", "train", "sweep", "tune", "bench", "report"):
         assert f"\n    {command} " in out
+    assert "on digits with 50% label noise" in " ".join(out.split())
+
+
+def test_no_percent_sign_of_a_help_text_is_taken_for_a_format(capsys):
+    """argparse formats them with its own variables: "50% l…" printed the whole of these."""
+    for words in ([], *([command, "--help"] for command in ("demo", "train", "compare", "sweep", "tune", "bench"))):
+        with contextlib.suppress(SystemExit):
+            cli.main(words)
+        assert "option_strings" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

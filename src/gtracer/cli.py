@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="SGD against SAM against SGD-TRACER on digits with 50% label noise",
+        help="SGD against SAM against SGD-TRACER on digits with 50%% label noise",
         description="Train two nets with SGD, SAM and SGD-TRACER on digits with 50% label noise; print a "
         "table of the test accuracies and draw the curves. Takes about a minute.",
         epilog="example: gtracer demo --seeds 5",
