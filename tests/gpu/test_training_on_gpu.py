@@ -4,6 +4,7 @@ Run with `pytest -m gpu`.
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,8 @@ FUSED = {"implementation": "fused"}
         (AdamWTracer, {"weight_decay": 0.1, **FUSED}, torch.float32, 1e-4),
         (SGDTracer, {"momentum": 0.9, **FUSED}, torch.float32, 1e-4),
         (AdamWTracer, {"clip": Clip(norm=0.5), **FUSED}, torch.float32, 1e-4),
+        (AdamWTracer, {"rho": "auto", "capturable": True}, torch.float64, 1e-9),
+        (SGDTracer, {"rho": "auto", "momentum": 0.9, **FUSED}, torch.float32, 1e-4),
     ],
     ids=str,
 )
@@ -110,11 +113,15 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
     y = torch.randint(10, (8, 32), device="cuda")
     tables, launches = [], pytest.importorskip("gtracer.optim.triton_kernels")
     monkeypatch.setattr(launches, "as_arguments", lambda *a, made=launches.as_arguments: tables.append(a) or made(*a))
-    found = []
+    found, rhos = [], []
     for captured in (False, True):
         model = convolutional().to(dtype)
         lr = torch.tensor(1e-3, device="cuda")
-        opt = cls(model.parameters(), lr=lr, rho=0.003, delta=0.01, model=model, nonfinite="ignore", **own)
+        own = {"rho": 0.003} | own
+        opt = cls(model.parameters(), lr=lr, delta=0.01, model=model, nonfinite="ignore", **own)
+        if opt.sets_rho:  # so that it is another in every step
+            opt.controller = replace(opt.controller, start=0.003, high=1.0, wait=1, rise=8, first=2, every=2)
+        opt.prepare_capture()
         inputs, labels = x[0].clone(), y[0].clone()
 
         def step(opt=opt, model=model, inputs=inputs, labels=labels):
@@ -135,7 +142,10 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
             lr.fill_(1e-3 * (1 - i / 10))
             graph.replay() if captured else step()
         found.append(flat(model.state_dict().values()))  # statistics too, which a capture saves nowhere
+        rhos.append(opt.rho_of(opt.param_groups[0]))
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
+    assert rhos[1] == pytest.approx(rhos[0], rel=1e-4)
+    assert rhos[1] >= 0.003 * 7 / 8
     assert len(tables) == (2 if "implementation" in own else 0)  # the fused step is what was captured
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 
-from gtracer import AdamWTracer, RhoScheduler, SGDTracer, Tracer, linear_warmup
+from gtracer import AdamWTracer, Clip, RhoScheduler, SGDTracer, Tracer, linear_warmup
 from gtracer.optim import auto
 from gtracer.optim.auto import Controller
 
@@ -102,8 +103,8 @@ def test_it_follows_the_twin(name, how, steps, bounds, monkeypatch):
     monkeypatch.setattr(
         Controller,
         "note",
-        lambda self, opt, step: (
-            gradients.append(torch.cat([g.flatten().clone() for g in step.gradients])) or note(self, opt, step)
+        lambda self, opt, step, *place: (
+            gradients.append(torch.cat([g.flatten().clone() for g in step.gradients])) or note(self, opt, step, *place)
         ),
     )
     rhos, seen = train(model, opt, batches(), how)
@@ -314,8 +315,61 @@ def test_what_cannot_be():
     train(model, opt, batches(1))
     from gtracer.optim.refusals import check_capture
 
-    with pytest.raises(RuntimeError, match="rho = 'auto' moves ρ outside of the graph"):
+    with pytest.raises(RuntimeError, match="rho = 'auto' moves ρ outside of the graph, call prepare_capture"):
         check_capture(opt)
+    opt = MAKERS["sgd"](model, held_out=lambda: model(torch.zeros(2, 5).double()).sum())
+    opt.prepare_capture()
+    with pytest.raises(RuntimeError, match="held_out is called outside of the graph"):
+        check_capture(opt)
+
+
+@pytest.mark.parametrize("own", [{}, {"interval": 2, "reuse": 0.9}, {"clip": Clip(norm=1.0)}], ids=str)
+@pytest.mark.parametrize("name", MAKERS)
+def test_kept_on_the_device_it_moves_as_it_does_elsewhere(name, own):
+    """As a CUDA graph has it; no number is read back."""
+    plain, model = net(), net()
+    usual = MAKERS[name](plain, steps_per_epoch=5, **own)
+    opt = MAKERS[name](model, steps_per_epoch=5, **own)
+    opt.prepare_capture()
+    expected, rhos = [], []
+    for x, y in batches():
+        for found, m, o in ((expected, plain, usual), (rhos, model, opt)):
+            torch.manual_seed(len(found))
+            o.step(lambda x, y, m=m: cross_entropy(m(x), y), x, y)
+            found.append(o.rho_of(o.param_groups[0]))
+    assert rhos == pytest.approx(expected, rel=1e-6)
+    assert rhos[-1] > 2e-4  # it has moved
+    assert opt.stats.rho == pytest.approx(usual.stats.rho, rel=1e-6)
+    assert f"now {rhos[-1]:.3g}" in repr(opt)
+    assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["to the CPU", "to the device"])
+def test_from_the_device_it_is_saved_as_it_is_elsewhere(on_device):
+    model = net()
+    opt = MAKERS["sgd"](model, steps_per_epoch=5)
+    opt.prepare_capture()
+    train(model, opt, batches(127))
+    saved, rho = copy.deepcopy(opt.state_dict()), opt.rho_of(opt.param_groups[0])
+    assert saved["param_groups"][0]["rho"] == rho > 2e-4
+    again, random = copy.deepcopy(model), torch.get_rng_state()
+    second = MAKERS["sgd"](again, steps_per_epoch=5)
+    if on_device:
+        second.prepare_capture()
+    second.load_state_dict(saved)
+    assert second.rho_of(second.param_groups[0]) == pytest.approx(rho, rel=1e-12)
+    train(model, opt, batches(20, first=127))
+    torch.set_rng_state(random)
+    train(again, second, batches(20, first=127))
+    assert_close(dict(again.state_dict()), dict(model.state_dict()), rtol=1e-6, atol=1e-9)
+    assert copy.deepcopy(opt).rho_of(opt.param_groups[0]) == opt.rho_of(opt.param_groups[0])
+
+
+def test_one_factor_cannot_serve_groups_with_a_number_of_their_own():
+    model = net()
+    groups = [{"params": [model[0].weight], "rho": 0.01}, {"params": [model[4].weight]}]
+    with pytest.raises(ValueError, match="in all groups where steps are captured, got both"):
+        SGDTracer(groups, lr=0.1).prepare_capture()
 
 
 def test_a_checkpoint_with_a_number_counts():

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -355,6 +356,32 @@ def test_the_cap_of_a_rho_that_sets_itself(cls, clip, rho, finished):
         assert (max(ratios) == pytest.approx(2.0, rel=1e-3)) == (rho == 50.0)
         sums = [opt.state[p]["rho_before"] for p in model.parameters()]
         found.append([p.detach() for p in model.parameters()] + sums)
+    assert len(finished) == 12
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
+@pytest.mark.parametrize("clip", [None, Clip(norm=0.3)], ids=["plain", "clipped"])
+@pytest.mark.parametrize("rho", [50.0, 0.02])
+def test_a_rho_that_lives_on_the_device(cls, clip, rho, finished):
+    """What ρ∇T is multiplied by, and cut off at twice ‖∇L‖ then, as in many kernels."""
+    found = []
+    for implementation in ("fused", "foreach"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+        x, y = torch.randn(16, 5, device=DEVICE), (torch.arange(16) % 3).to(DEVICE)
+        opt = cls(model.parameters(), 0.01, model=model, clip=clip, implementation=implementation)
+        opt.controller = replace(opt.controller, start=rho, high=100.0, wait=2, rise=16)
+        opt.prepare_capture()
+        ratios = []
+        for _ in range(12):
+            opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
+            ratios.append(opt.stats.penalty_ratio)
+        assert ratios[:3] == [0, 0, 0]
+        assert (max(ratios) == pytest.approx(2.0, rel=1e-3)) == (rho == 50.0)
+        assert opt.stats.rho == pytest.approx(rho * 9 / 16)
+        found.append([p.detach() for p in model.parameters()] + [torch.tensor(ratios)])
     assert len(finished) == 12
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)

@@ -61,6 +61,8 @@ class Controller:
         every: Steps from one decision to the next.
         pace: By how much log ρ moves at most.
         most: What ‖ρ∇T‖/‖∇L‖ is cut off at.
+        on_device: Whether ρ is kept where a CUDA graph can move it. The groups then hold `start`, which a graph has
+            for good, and ρ∇T is multiplied by what is missing.
     """
 
     held_out: Callable[[], Tensor] | None = None
@@ -73,10 +75,16 @@ class Controller:
     every: int = 10
     pace: float = 0.7
     most: float = 2.0
+    on_device: bool = False
 
     def rho(self, log_rho: float, count: int) -> float:
         """ρ of step number `count`."""
         return math.exp(log_rho) * min(1.0, max(0.0, (count - self.wait) / self.rise))
+
+    def factor(self, place: Tensor) -> Tensor:
+        """ρ over that of the groups, where it is kept on the device, in `place`."""
+        log_rho, count = place.unbind()
+        return torch.exp(log_rho - math.log(self.start)) * ((count - self.wait) / self.rise).clamp(0, 1)
 
     def wants_held_out(self, count: int) -> bool:
         """Whether this step looks at held-out data."""
@@ -88,8 +96,11 @@ class Controller:
         m = self.steps_per_epoch
         return (0.01, 0.03, 0.1) if m is None else (min(0.04, 3 / m), min(0.07, 5 / m), min(0.08, 6 / m))
 
-    def note(self, opt: TwoPassOptimizer, step: Step) -> None:
-        """Learn from a step that was made, and set ρ for the next. `COUNT` is that step's number still."""
+    def note(self, opt: TwoPassOptimizer, step: Step, place: Tensor | None = None) -> None:
+        """Learn from a step that was made, and set ρ for the next. `COUNT` is that step's number still.
+
+        Where ρ is kept on the device, in `place`, nothing is read back.
+        """
         count, state = opt.param_groups[0][COUNT], opt.base.state
         parts = [part for part in step.slices if part.group.get(IS_AUTO)]
         pairs = [pair for part in parts for pair in zip(part.params, part.gradients, strict=True)]
@@ -103,6 +114,12 @@ class Controller:
             _follow(numbers, HELD_OUT, step.held_out)
         if (step.due or step.renewed) and step.stats is not None:
             _follow(numbers, ALIGNMENT, step.stats.alignment)
+        if place is not None:
+            log_rho, now = place.unbind()
+            decides = (now >= self.first) & ((now + 1) % self.every == 0)
+            moved = (log_rho + self._move(numbers, opt)).clamp(math.log(self.start), math.log(self.high))
+            place.copy_(torch.stack([torch.where(decides, moved, log_rho), now + 1]))
+            return
         groups = [group for group in opt.param_groups if group.get(IS_AUTO)]
         log_rho = groups[0].get(LOG_RHO, math.log(self.start))
         if count >= self.first and (count + 1) % self.every == 0:
@@ -135,6 +152,16 @@ def controller_of(held_out: Callable[[], Tensor] | None, steps_per_epoch: int | 
     return Controller(held_out, steps_per_epoch)
 
 
+def place_of(opt: TwoPassOptimizer) -> Tensor | None:
+    """Where a CUDA graph can move ρ: its logarithm and the step's number, if they are kept on the device."""
+    group = next((group for group in opt.param_groups if group.get(IS_AUTO)), None)
+    if group is None or opt.controller is None or not opt.controller.on_device:
+        return None
+    p = group["params"][0]
+    log_rho = group.get(LOG_RHO, math.log(opt.controller.start))
+    return torch.tensor([log_rho, group[COUNT]], dtype=_dtype_for(p), device=p.device)
+
+
 def held_out_loss(controller: Controller, around: Surroundings) -> Tensor:
     """Of a held-out batch, with statistics and random numbers left as they were."""
     assert controller.held_out is not None
@@ -161,10 +188,13 @@ def _numbers(opt: TwoPassOptimizer, fallback: Tensor) -> Tensor:
     known = (p for group in opt.param_groups for p in group["params"] if NUMBERS in state.get(p, {}))
     p = next(known, fallback)
     if NUMBERS not in state[p]:
-        dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
-        state[p][NUMBERS] = torch.zeros(len(KEPT), 2, dtype=dtype, device=p.device)
+        state[p][NUMBERS] = torch.zeros(len(KEPT), 2, dtype=_dtype_for(p), device=p.device)
     numbers: Tensor = state[p][NUMBERS]
     return numbers
+
+
+def _dtype_for(p: Tensor) -> torch.dtype:
+    return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 def _follow(numbers: Tensor, which: int, value: Tensor | None) -> None:
@@ -182,8 +212,13 @@ def _agreement(state: State, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | Non
     params = [p for p, _ in pairs]
     unit = tensors.clone(sampled([g for _, g in pairs]))
     tensors.scale_(unit, 1 / tensors.norm(unit).clamp_min(1e-30))
-    both = [(state[p][BEFORE], u) for p, u in zip(params, unit, strict=True) if BEFORE in state[p]]
-    cosine = tensors.dot(*map(list, zip(*both, strict=True))) if both else None
-    for p, u in zip(params, unit, strict=True):
+    known = [(state[p][BEFORE], u) for p, u in zip(params, unit, strict=True) if BEFORE in state[p]]
+    new = [(p, u) for p, u in zip(params, unit, strict=True) if BEFORE not in state[p]]
+    cosine = None
+    if known:
+        before, now = map(list, zip(*known, strict=True))
+        cosine = tensors.dot(before, now)
+        tensors.copy_(before, now)  # in place: a CUDA graph finds it where it was
+    for p, u in new:
         state[p][BEFORE] = u
     return cosine

@@ -26,7 +26,7 @@ from gtracer.optim.parts import Parts, Pool, split
 from gtracer.optim.reuse import LAST, Decayed, Reuse
 from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
 from gtracer.optim.stats import Stats, Verdict
-from gtracer.optim.step import COUNT, Passes, Slice, Step, limit_of
+from gtracer.optim.step import COUNT, Passes, Slice, Step, scale_of
 from gtracer.optim.transforms import Transform, to_norm
 from gtracer.scopes import Buffers, PooledStatistics, RandomState, frozen_statistics
 from gtracer.tensors import Tensors
@@ -85,7 +85,7 @@ def _of_each(opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Par
         pool.join_processes(around.params, processes.group_of(opt.model))
         processes.as_first(opt.model)
     step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
-    step.rows, step.most, step.held_out = last.rows, last.most, last.held_out
+    step.rows, step.most, step.factor, step.held_out = last.rows, last.most, last.factor, last.held_out
     return step
 
 
@@ -287,12 +287,18 @@ class TwoKernels:
         radius: Length of the displacement.
         norm: That ∇L + ρ∇T is clipped to, if it is.
         most: What ‖ρ∇T‖/‖∇L‖ is cut off at, if it is.
+        factor: What a new ρ∇T is multiplied by first, if by anything.
     """
 
     def __init__(
-        self, parts: list[Launched], radius: float, norm: float | None = None, most: float | None = None
+        self,
+        parts: list[Launched],
+        radius: float,
+        norm: float | None = None,
+        most: float | None = None,
+        factor: Tensor | None = None,
     ) -> None:
-        self.parts, self._radius, self._norm, self._most = parts, radius, norm, most
+        self.parts, self._radius, self._norm, self._most, self._factor = parts, radius, norm, most, factor
         self.reached = _sum([part.reach() for part in parts])  # ‖u‖², T and ‖∇L‖²
         self.ahead: Tensors = ()  # gradients at the displaced weights
         self.kept: Tensors | None = None  # where ρ∇T is kept
@@ -307,7 +313,7 @@ class TwoKernels:
         if not found or len(found) < len(parts):
             return None
         norms = [getattr(transform, "norm", None) for transform in transforms]
-        return cls(found, method.radius, next(iter(norms), None), step.most)
+        return cls(found, method.radius, next(iter(norms), None), step.most, step.factor)
 
     def passes(self) -> Passes:
         """The one further pass, after which the weights stay displaced."""
@@ -382,9 +388,9 @@ class TwoKernels:
 
     def _limit(self) -> Tensor | None:
         """What a ρ∇T of this step is to be multiplied by."""
-        if self._most is None or not self.ahead:
+        if (self._most is None and self._factor is None) or not self.ahead:
             return None
-        return limit_of(self._most, self.reached[2].sqrt(), self._squares()[0].sqrt())
+        return scale_of(self._factor, self._most, self.reached[2].sqrt(), self._squares()[0].sqrt())
 
     def _squares(self) -> Tensor:
         """‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""

@@ -166,6 +166,7 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
     step = Step(slices, losses.mean().detach(), due=opt.second_pass_due)
     if opt.sets_rho and opt.controller is not None:
         step.most = opt.controller.most
+        step.factor = None if opt._place is None else opt.controller.factor(opt._place)
         opt._look_at_held_out_data(step, around)
     inverses = [tensors.inverse(*opt._damped(step, part)) for part in slices]
     step.trace_ratio = squares @ flat([x for part in inverses for x in part])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
 from gtracer.optim import directions, executors, loops, posterior, processes, refusals
-from gtracer.optim.auto import AUTO, IS_AUTO, Controller, controller_of, held_out_loss
+from gtracer.optim.auto import AUTO, IS_AUTO, LOG_RHO, Controller, held_out_loss, place_of
 from gtracer.optim.evaluate import (
     Call,
     Evaluator,
@@ -137,6 +138,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
         self._copies = Copies()
         self._held = Held(self)
+        self._place = place_of(self)  # of a ρ that lives on the device
 
     # What everybody may ask.
 
@@ -173,14 +175,31 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     @steps_per_epoch.setter
     def steps_per_epoch(self, steps: int | None) -> None:
         if self.controller is not None:
-            self.controller = controller_of(self.controller.held_out, steps)
+            if steps is not None:
+                checks.count("steps_per_epoch", steps)
+            self.controller = replace(self.controller, steps_per_epoch=steps)
 
     def prepare_capture(self) -> None:
         """Allow steps to be captured as CUDA graphs, one graph for each of `interval` steps.
 
-        From then on no step looks whether its numbers are finite: whoever replays has to.
+        From then on no step looks whether its numbers are finite: whoever replays has to. A ρ that sets itself lives on
+        the device, where `rho_of` reads it; the groups hold the number that is multiplied there.
         """
         self.nonfinite, self.phases = "ignore", self.interval
+        if self.controller is not None and self.sets_rho:
+            if not all(group.get(IS_AUTO) for group in self.param_groups):
+                raise ValueError("rho must be 'auto' or a number in all groups where steps are captured, got both")
+            self.controller = replace(self.controller, on_device=True)
+            self._place = place_of(self)
+            self._rest_on_device()
+
+    def rho_of(self, group: dict[str, Any]) -> float:
+        """ρ of a group, as now in force; it waits for the device where ρ lives there."""
+        if self._place is None or self.controller is None or not group.get(IS_AUTO):
+            rho: float = group[self.rho_key]
+            return rho
+        log_rho, count = self._place.tolist()
+        return self.controller.rho(log_rho, count)
 
     @property
     def is_central(self) -> bool:
@@ -356,6 +375,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         step = Step(slices, told, due=due and bool(slices), evaluation=found.evaluation)
         if self.sets_rho and self.controller is not None:
             step.most = self.controller.most
+            step.factor = None if self._place is None else self.controller.factor(self._place)
         if found.measured is not None:
             note_curvature(step, found.measured)
         if found.compared is not None:
@@ -390,9 +410,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             for note in step.after:
                 note(step)
         if self.stats is not None:
-            self.stats.rho = self.param_groups[0][self.rho_key]
+            self.stats.set_rho = self.param_groups[0][self.rho_key] * (1 if step.factor is None else step.factor)
         if self.controller is not None and self.sets_rho:
-            self.controller.note(self, step)
+            self.controller.note(self, step, self._place)
         for group in self.param_groups:
             group[COUNT] += 1
         if self.stats is not None and self.rule.keeps_average:
@@ -516,6 +536,18 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Whether ρ of any group sets itself."""
         return any(group.get(IS_AUTO) for group in self.param_groups)
 
+    def _rest_on_device(self) -> None:
+        """Where ρ lives on the device, let the groups hold the number that is multiplied there."""
+        for group in self.param_groups:
+            if self.controller is not None and self.controller.on_device and group.get(IS_AUTO):
+                group[self.rho_key] = self.controller.start
+
+    def _leave_device(self) -> None:
+        """Where ρ lives on the device, tell the groups how far it has come."""
+        for group in self.param_groups:
+            if self._place is not None and group.get(IS_AUTO):
+                group[LOG_RHO] = self._place[0].item()
+
     def _hear_verdicts(self) -> None:
         """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
         waits = self.nonfinite == "raise"
@@ -584,7 +616,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All that there is, in torch's layout."""
         self._hear_verdicts()
-        return super().state_dict()
+        self._leave_device()
+        state_dict: dict[str, Any] = super().state_dict()
+        for mine, copied in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            copied[self.rho_key] = self.rho_of(mine)
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a checkpoint, of this optimiser or of the plain one that it wraps."""
@@ -612,6 +648,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             "implementation",
             "controller",
         )
+        self._leave_device()
         return super().__getstate__() | {name: getattr(self, name) for name in (*own, "_keys")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -621,6 +658,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
             group.update(self._resolved(group))
+        self._rest_on_device()
         # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
         self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._forget()
@@ -629,7 +667,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         hyper = {name: [repr(self.hyperparameters(g)[name]) for g in self.param_groups] for name in self._keys}
         for i, group in enumerate(self.param_groups):
             if group.get(IS_AUTO):
-                hyper["rho"][i] = f"'auto' (now {group[self.rho_key]:.3g})"
+                hyper["rho"][i] = f"'auto' (now {self.rho_of(group):.3g})"
         told = {
             name: values[0] if len(set(values)) == 1 else f"[{', '.join(values)}]" for name, values in hyper.items()
         }

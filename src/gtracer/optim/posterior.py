@@ -70,7 +70,7 @@ def deviation(opt: TwoPassOptimizer, examples: int | None, temperature: float) -
     for group in opt.param_groups:
         hyper = opt.hyperparameters(group)
         trained = [p for p in group["params"] if opt.rule.is_trained(p)]
-        scale = temperature * (hyper["rho"] if examples is None else 1 / examples)
+        scale = temperature * (opt.rho_of(group) if examples is None else 1 / examples)
         if trained:
             variance = torch._foreach_mul(tensors.inverse(opt.average_of(group, trained), hyper["delta"]), scale)
             found |= zip(trained, torch._foreach_sqrt(variance), strict=True)

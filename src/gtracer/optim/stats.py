@@ -38,7 +38,7 @@ class Stats:
         self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
         self._loss_told = loss is not None
 
-    rho: float = math.nan
+    set_rho: float | Tensor = math.nan  # as the step had it: a number, or on the device
     _squared = False  # whether norms are still to be taken the root of
     _read: list[float] | None = None
     _damped_share: float | None = None
@@ -78,6 +78,10 @@ class Stats:
     @property
     def loss(self) -> float:
         return self.read()[0]
+
+    @property
+    def rho(self) -> float:
+        return float(self.set_rho)
 
     @property
     def trace_ratio(self) -> float:

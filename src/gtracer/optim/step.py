@@ -77,6 +77,7 @@ class Step:
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
     stats: Stats | None = None
     most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
+    factor: Tensor | None = None  # what a new ρ∇T is multiplied by first, where ρ is moved on the device
     held_out: Tensor | None = None  # the loss of a held-out batch, where ρ learns of it
     after: list[Callable[[Step], None]] = field(default_factory=list)  # what writes into the state after the update
 
@@ -142,9 +143,13 @@ def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Te
     return course.found
 
 
-def limit_of(most: float, gradient: Tensor, penalty: Tensor) -> Tensor:
-    """What scales ρ∇T down to the most of ‖∇L‖ that it may have, given both norms."""
-    return torch.where(penalty > most * gradient, most * gradient / penalty, torch.ones_like(penalty))
+def scale_of(factor: Tensor | None, most: float | None, gradient: Tensor, penalty: Tensor) -> Tensor | None:
+    """What ρ∇T is to be multiplied by: its factor, and what then keeps it within `most` of ‖∇L‖, given both norms."""
+    if most is None:
+        return factor
+    size = penalty if factor is None else penalty * factor
+    limit = torch.where(size > most * gradient, most * gradient / size, torch.ones_like(size))
+    return limit if factor is None else limit * factor
 
 
 def combine(step: Step) -> None:
@@ -154,8 +159,8 @@ def combine(step: Step) -> None:
     if step.penalty is not None:
         total, step.penalty = step.penalty, None
         size = tensors.norm(total)
-        if step.most is not None:
-            factor = limit_of(step.most, norms[0], size)
+        own = step.factor if step.renewed else None
+        if (factor := scale_of(own, step.most, norms[0], size)) is not None:
             tensors.scale_(total, factor)
             size = size * factor
         norms.append(size)

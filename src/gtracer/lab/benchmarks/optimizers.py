@@ -59,7 +59,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
 
     def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
-        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, rho=RHO, model=model, **options))
+        return lambda model: _ours(SGDTracer(model.parameters(), **momentum, **{"rho": RHO} | options, model=model))
 
     def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
         return lambda model: _ours(AdamWTracer(model.parameters(), rho=RHO, model=model, **counted, **options))
@@ -69,6 +69,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
         "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
         "SGD-TRACER": Row(SGD, sgd_tracer(), captured=True),
+        "SGD-TRACER, ρ auto": Row(SGD, lambda model: _ours(_under_way(model, **momentum))),
         f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), EVERY, captured=True),
         ADAMW: Row(
             ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused, **counted)), captured=True
@@ -131,6 +132,13 @@ def _plain(opt: torch.optim.Optimizer) -> Stepper:
 
 def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
     return SAM(base, rho=0.05, model=model)
+
+
+def _under_way(model: nn.Module, **own: Any) -> SGDTracer:
+    """With a ρ that sets itself, and is no longer zero."""
+    opt = SGDTracer(model.parameters(), **own, model=model)
+    opt.steps = 1000
+    return opt
 
 
 def _ours(opt: Any) -> Stepper:

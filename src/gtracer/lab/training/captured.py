@@ -13,7 +13,6 @@ from torch import Tensor
 from gtracer.lab.config import Config
 from gtracer.lab.data.streams import Items
 from gtracer.lab.errors import LabError
-from gtracer.lab.models import was_trained_before
 from gtracer.lab.training import checkpoint, optimizers
 from gtracer.lab.training.cuda_graph import GraphStream
 from gtracer.lab.training.device import device_of
@@ -138,10 +137,8 @@ def _own_arguments(config: Config, device: torch.device) -> dict[str, Any]:
 
 
 def _refuse_what_cannot_be_captured(config: Config) -> None:
-    base, scheme = optimizers.parsed(config.optimizer)
-    by_itself = scheme == "tracer" and config.rho is None and not was_trained_before(config)
+    base, _ = optimizers.parsed(config.optimizer)
     reasons = {
-        "a ρ that sets itself changes on the CPU, set rho": by_itself and device_of(config.device).type == "cuda",
         f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),
         "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
     }

@@ -184,7 +184,7 @@ class Run:
         group = self.optimizer.param_groups[0]
         row = {"train_loss": means["train_loss"], "lr": float(group["lr"])}
         if isinstance(self.optimizer, TwoPassOptimizer):
-            row |= {"penalty_ratio": means["penalty_ratio"], "rho": group[self.optimizer.rho_key]}
+            row |= {"penalty_ratio": means["penalty_ratio"], "rho": self.optimizer.rho_of(group)}
             if self.optimizer.rule.keeps_average:
                 row["trace_ratio"] = means["trace_ratio"]
         self.epoch, self.step = self.epoch + 1, 0
