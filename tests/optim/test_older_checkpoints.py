@@ -1,7 +1,7 @@
 """Checkpoints of the version before (0.1.0, commit 336ad16) load and go on as they would have gone on there.
 
 `fixtures/checkpoints-0.1.0.pt.xz` was written by that version, for each of the optimisers below: model and optimiser
-after five steps of `train`, and after five more from seed 8.
+after five steps of `train`, and after five more from seed 8; with what `plain` came to on that machine.
 """
 
 import io
@@ -60,6 +60,21 @@ def train(model, opt, steps):
         opt.step(lambda x, y: cross_entropy(model(x), y), x, y)
 
 
+def plain():
+    """Weights that torch alone has trained: whether this machine's arithmetic is that of the one that wrote them."""
+    model = net(norm=True)
+    opt, generator = optim.SGD(model.parameters(), lr=0.1), torch.Generator()
+    for step in range(10):
+        generator.manual_seed(step)
+        torch.manual_seed(step)
+        x = torch.randn(12, 5, dtype=torch.double, generator=generator)
+        y = torch.randint(3, (12,), generator=generator)
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+    return model.state_dict()
+
+
 def test_every_case_is_there(written):
     assert set(written["cases"]) == set(CASES)
 
@@ -78,7 +93,8 @@ def test_it_goes_on(name, written):
         found |= {f"{i} {key}": value for key, value in opt.state_dict()["state"][i].items()}
         expected = expected | {f"{i} {key}": value for key, value in state.items()}
     assert found.keys() == expected.keys()
-    # To the bit, where the arithmetic is the same: by another build of torch a product of matrices may round otherwise.
-    same = (written["torch"], written["cpu"]) == (torch.__version__, torch.backends.cpu.get_cpu_capability())
+    # To the bit, where the arithmetic is the same: on another processor a product of matrices may
+    # round otherwise, which a difference of gradients makes larger.
+    same = all(torch.equal(written["plain"][key], value) for key, value in plain().items())
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=0 if same else 1e-9, atol=0 if same else 1e-12, msg=key)
+        torch.testing.assert_close(found[key], value, rtol=0 if same else 1e-5, atol=0 if same else 1e-7, msg=key)
