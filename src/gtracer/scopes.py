@@ -74,6 +74,7 @@ class Buffers:
         self._places: list[tuple[dict[str, Any], str]] = []
         self.saved: Tensors = []
         self._pairs: list[tuple[Tensors, Tensors]] = []
+        self._choices: list[_Choice] | None = None
         self.save()
 
     @torch.no_grad()
@@ -87,6 +88,7 @@ class Buffers:
             self._kinds, self.buffers = kinds, now
             self.saved = tensors.clone(self.buffers)
             self._pairs = tensors.paired(self.saved, self.buffers)
+            self._choices = None
             return
         for saved, there in self._pairs:
             torch._foreach_copy_(saved, there)
@@ -112,11 +114,30 @@ class Buffers:
     @torch.no_grad()
     def restore_unless(self, healthy: Tensor) -> None:
         """Where that is 0; on the device, by a few kernels for all of them."""
-        for saved, now in self._pairs:
-            there, before = (torch.cat([x.reshape(-1) for x in xs]) for xs in (now, saved))
-            chosen = torch.where(healthy.to(there.device) > 0, there, before)
-            pieces = torch.split(chosen, [x.numel() for x in now])
-            torch._foreach_copy_(now, [piece.view_as(x) for piece, x in zip(pieces, now, strict=True)])
+        if self._choices is None:
+            self._choices = [_Choice(saved, now) for saved, now in self._pairs]
+        for choice in self._choices:
+            choice.take_first_unless(healthy)
+
+
+class _Choice:
+    """Buffers of one kind, here and there, and one piece of memory to choose between them in."""
+
+    def __init__(self, saved: Tensors, now: Tensors) -> None:
+        self._now, self._lists = now, (saved, now)
+        sizes, kind = [x.numel() for x in now], now[0]
+        self._room = [torch.empty(sum(sizes), dtype=kind.dtype, device=kind.device) for _ in range(3)]
+        self._pieces = [x.view_as(y) for x, y in zip(torch.split(self._room[2], sizes), now, strict=True)]
+        # Views are made once, where there are any: in every step they take longer than the kernels.
+        self._flat = [x.view(-1) for x in (*saved, *now)] if all(map(Tensor.is_contiguous, (*saved, *now))) else None
+
+    def take_first_unless(self, healthy: Tensor) -> None:
+        before, there, chosen = self._room
+        flat = self._flat or [x.reshape(-1) for xs in self._lists for x in xs]
+        torch.cat(flat[: len(self._now)], out=before)
+        torch.cat(flat[len(self._now) :], out=there)
+        torch.where(healthy.to(there.device) > 0, there, before, out=chosen)
+        torch._foreach_copy_(self._now, self._pieces)
 
 
 def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:
@@ -248,20 +269,20 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 
 
 @contextmanager
-def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[None]:
+def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[RandomState | None]:
     """Draw the random numbers again that followed `state`; afterwards go on as if nothing had been drawn.
 
-    So dropout masks agree between the passes of one step.
+    So dropout masks agree between the passes of one step. Gives where they go on, if that can be asked.
     """
     twin = twin_of_capture.get()
     if twin is not None and is_capturing():
         with drawing_from(twin):
-            yield
+            yield None
         return
     after = RandomState(devices)
     state.restore()
     try:
-        yield
+        yield after
     finally:
         after.restore()
 

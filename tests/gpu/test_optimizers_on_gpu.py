@@ -224,7 +224,7 @@ def test_a_captured_step_is_the_same_step(name):
 )
 def test_what_cannot_be_captured_says_why(net, options, reason):
     net, x = net.cuda(), torch.randn(5, 4, device="cuda")
-    opt = SGDTracer(net.parameters(), **{"lr": 0.1} | options)
+    opt = SGDTracer(net.parameters(), **{"lr": 0.1, "rho": 0.01} | options)
     if "first" not in reason:
         opt.step(lambda: net(x).square().mean())
     torch.cuda.synchronize()

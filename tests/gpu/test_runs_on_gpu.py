@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_recorded_is_told_of_and_disturbs_nobody(tmp_path
     monkeypatch.setattr(Run, "update", update)
     cells = [(waits, tmp_path / "waits"), (fine, tmp_path / "fine")]
     ends = {event.config: event.failure for event in CudaGraphs(2)(cells) if event.ended}
-    assert "cannot be recorded as a CUDA graph" in ends[waits]
+    assert "cannot be captured as a CUDA graph" in ends[waits]
     assert "--engine local" in ends[waits]
     assert ends[fine] is None
     assert Record.read(tmp_path / "fine").finished

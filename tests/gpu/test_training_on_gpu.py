@@ -98,9 +98,9 @@ FUSED = {"implementation": "fused"}
     ("cls", "own", "dtype", "tolerance"),
     [
         (AdamWTracer, {"capturable": True}, torch.float64, 1e-9),
-        (AdamWTracer, {"weight_decay": 0.1, **FUSED}, torch.float32, 1e-4),
+        (AdamWTracer, {"weight_decay": 0.1, "capturable": True, **FUSED}, torch.float32, 1e-4),
         (SGDTracer, {"momentum": 0.9, **FUSED}, torch.float32, 1e-4),
-        (AdamWTracer, {"clip": Clip(norm=0.5), **FUSED}, torch.float32, 1e-4),
+        (AdamWTracer, {"clip": Clip(norm=0.5), "capturable": True, **FUSED}, torch.float32, 1e-4),
         (AdamWTracer, {"rho": "auto", "capturable": True}, torch.float64, 1e-9),
         (SGDTracer, {"rho": "auto", "momentum": 0.9, **FUSED}, torch.float32, 1e-4),
     ],
@@ -145,7 +145,7 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
         rhos.append(opt.rho_of(opt.param_groups[0]))
     torch.testing.assert_close(*found, rtol=10 * tolerance, atol=tolerance)
     assert rhos[1] == pytest.approx(rhos[0], rel=1e-4)
-    assert rhos[1] >= 0.003 * 7 / 8
+    assert rhos[1] >= 0.0026
     assert len(tables) == (2 if "implementation" in own else 0)  # the fused step is what was captured
 
 

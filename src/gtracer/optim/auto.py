@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -107,13 +108,11 @@ class Controller:
         if not pairs:
             return
         numbers = _numbers(opt, pairs[0][0])
+        alignment = step.stats.alignment if (step.due or step.renewed) and step.stats is not None else None
         if self.held_out is None:
-            _follow(numbers, AGREEMENT, _agreement(state, pairs))
+            _follow(numbers, [_agreement(state, pairs), alignment, None, None])
         else:
-            _follow(numbers, TRAIN, step.loss)
-            _follow(numbers, HELD_OUT, step.held_out)
-        if (step.due or step.renewed) and step.stats is not None:
-            _follow(numbers, ALIGNMENT, step.stats.alignment)
+            _follow(numbers, [None, alignment, step.loss, step.held_out])
         if place is not None:
             log_rho, now = place.unbind()
             decides = (now >= self.first) & ((now + 1) % self.every == 0)
@@ -179,6 +178,8 @@ def held_out_loss(controller: Controller, around: Surroundings) -> Tensor:
 def sampled(xs: Tensors) -> Tensors:
     """A share of the coordinates of each, where they are many: enough for a cosine."""
     stride = max(1, math.ceil(sum(x.numel() for x in xs) / SAMPLED))
+    if stride == 1:
+        return xs
     return [x.detach() if tensors.is_sharded(x) else x.detach().reshape(-1)[::stride] for x in xs]
 
 
@@ -197,28 +198,32 @@ def _dtype_for(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def _follow(numbers: Tensor, which: int, value: Tensor | None) -> None:
-    """Let an average follow a value, if there is one and it is finite; nobody waits for the device."""
-    if value is None:
-        return
-    value = value.detach().reshape(()).to(numbers)
-    kept = KEPT[which]
-    new = kept * numbers[which] + (1 - kept) * torch.stack([value, torch.ones_like(value)])
-    numbers[which] = torch.where(torch.isfinite(value), new, numbers[which])
+def _follow(numbers: Tensor, values: list[Tensor | None]) -> None:
+    """Let each average follow its value, if there is one and it is finite; nobody waits for the device."""
+    missing = numbers.new_full((), math.nan)
+    told = torch.stack([missing if x is None else x.detach().reshape(()).to(numbers) for x in values]).unsqueeze(1)
+    new = torch.lerp(torch.cat([told, torch.ones_like(told)], 1), numbers, _kept(numbers.dtype, numbers.device))
+    numbers.copy_(torch.where(torch.isfinite(told), new, numbers))
+
+
+@cache
+def _kept(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(KEPT, dtype=dtype, device=device).unsqueeze(1)
 
 
 def _agreement(state: State, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     """The cosine of these gradients and those of the step before, whose direction is kept."""
-    params = [p for p, _ in pairs]
-    unit = tensors.clone(sampled([g for _, g in pairs]))
-    tensors.scale_(unit, 1 / tensors.norm(unit).clamp_min(1e-30))
-    known = [(state[p][BEFORE], u) for p, u in zip(params, unit, strict=True) if BEFORE in state[p]]
-    new = [(p, u) for p, u in zip(params, unit, strict=True) if BEFORE not in state[p]]
+    unit = sampled([g for _, g in pairs])
+    unit = list(torch._foreach_mul(unit, 1 / tensors.norm(unit).clamp_min(1e-30)))
+    places = [state[p] for p, _ in pairs]
+    known = [(own[BEFORE], u) for own, u in zip(places, unit, strict=True) if BEFORE in own]
     cosine = None
     if known:
         before, now = map(list, zip(*known, strict=True))
-        cosine = tensors.dot(before, now)
+        # ‖u + v‖² = 2 + 2 cos: of many tensors a norm takes fewer kernels than an inner product
+        cosine = tensors.norm(torch._foreach_add(before, now)).square() / 2 - 1
         tensors.copy_(before, now)  # in place: a CUDA graph finds it where it was
-    for p, u in new:
-        state[p][BEFORE] = u
+    if len(known) < len(unit):
+        for own, u in zip(places, unit, strict=True):
+            own.setdefault(BEFORE, u)
     return cosine

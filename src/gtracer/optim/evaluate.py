@@ -78,8 +78,10 @@ class Surroundings:
     model: nn.Module | None  # whose statistics displaced passes leave alone
     copies: Copies
     random: RandomState  # where the random numbers of the first pass begin
+    begins: bool  # whether that is here, and not before in a loop of the caller's
     signals: Signals
     statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
+    drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -99,7 +101,7 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
     if anew:
         around.clear()
     gradients = [p.grad for p in around.params]
-    start = RandomState(around.devices)
+    start = around.random if around.begins else RandomState(around.devices)
     if statistics and around.model is not None:
         around.statistics = around.copies.of(around.model, "of the step")
     try:
@@ -119,7 +121,7 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
     around.clear()
     scope = nullcontext() if place is None else displaced(params, place) if isinstance(place, list | tuple) else place
     statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
-    with scope, replayed_random(around.random, around.devices):
+    with scope, replayed_random(around.random, around.devices) as around.drawn:
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
         try:

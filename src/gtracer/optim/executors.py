@@ -247,8 +247,11 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
     numbers: dict[str, Any] = {"rho": hyper["rho"], "delta": hyper["delta"]}
     numbers |= {"lr": group["lr"], "decay": group["weight_decay"]}
     if isinstance(rule, AdamRule):
-        new = {p: adam_state(p, capturable=True) for p in params if not rule.is_trained(p)}
-        known = [new.get(p) or state[p] for p in params]
+        known = [state.get(p, {}) for p in params]
+        new = {}
+        if not all("exp_avg_sq" in own for own in known):
+            new = {p: adam_state(p, capturable=True) for p in params if not rule.is_trained(p)}
+            known = [new.get(p) or state[p] for p in params]
         exp_avg, v, counts = ([it[name] for it in known] for name in ("exp_avg", "exp_avg_sq", "step"))
         if any(not count.is_cuda and params[0].is_cuda for count in counts):
             counts = [count.to(params[0].device) for count in counts]
@@ -260,14 +263,17 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
         numbers["f0"] = None if isinstance(hyper["f0"], str) else hyper["f0"]
         return Launched(params, part.gradients, exp_avg, v, counts, state=new, **numbers)
     momentum = group["momentum"]
-    f, momenta = rule.average(part), [_momentum_of(state.get(p, {}), p) for p in params] if momentum else None
+    known = [state.get(p, {}) for p in params]  # looked up once: a tensor is slow to hash
+    f = rule.average(part)
+    momenta = [_momentum_of(own, p) for own, p in zip(known, params, strict=True)] if momentum else None
     if not readable(params, part.gradients, f, momenta or ()):
         return None
-    fresh: dict[Tensor, dict[str, Tensor]] = {
-        p: {"f": x} for p, x in zip(params, f, strict=True) if not rule.is_trained(p)
-    }
-    for p, m in zip(params, momenta or (), strict=False):
-        if state.get(p, {}).get("momentum_buffer") is not m:
+    fresh: dict[Tensor, dict[str, Tensor]] = {}
+    for p, own, x in zip(params, known, f, strict=True):
+        if "f" not in own:
+            fresh[p] = {"f": x}
+    for p, own, m in zip(params, known, momenta or (), strict=False):
+        if own.get("momentum_buffer") is not m:
             fresh.setdefault(p, {})["momentum_buffer"] = m
     numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
     return Launched(params, part.gradients, momenta, f, state=fresh, **numbers)

@@ -325,6 +325,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.told,
                 )
+        if self._drawn is None and not is_capturing():  # a step has been made, whoever drew in it
+            self._drawn = around.random, around.random
         return step
 
     def _penalised(
@@ -339,8 +341,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
             found = evaluator.first()
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
-        if not is_capturing():
-            self._drawn = evaluator.around.random, RandomState(evaluator.around.devices)
         if self.controller is not None and self.controller.held_out is not None:
             self._look_at_held_out_data(step, evaluator.around)
         if fuse and isinstance(self.method, TraceRatio) and step.slices:
@@ -355,6 +355,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             step.drop_graph()
         step.penalty = drive(passes, partial(evaluator.at, step.params))
         step.renewed = step.penalty is not None
+        if not is_capturing():
+            begun = evaluator.around.random
+            self._drawn = begun, evaluator.around.drawn or begun
         return step
 
     def _look_at_held_out_data(self, step: Step, around: Surroundings) -> None:
@@ -439,7 +442,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
         start = RandomState(devices) if begins else self._loop.mark
-        return Surroundings(params, devices, self.model, self._copies, start, signals)
+        return Surroundings(params, devices, self.model, self._copies, start, begins, signals)
 
     def _evaluator(self, call: Call, around: Surroundings, *, due: bool | None = None) -> Evaluator:
         """How this batch's passes are made."""

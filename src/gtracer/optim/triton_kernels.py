@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from functools import cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -348,7 +349,8 @@ class Launched:
     def count_(self, healthy: Tensor | None) -> None:
         """One step more, if it was made."""
         if self._counts:
-            torch._foreach_add_(self._counts, 1 if healthy is None else healthy)
+            one = 1 if healthy is None else [healthy] * len(self._counts)  # a tensor alone is read back
+            torch._foreach_add_(self._counts, one)
 
 
 class Rows:
@@ -357,12 +359,19 @@ class Rows:
     def __init__(self, *lists: Tensors) -> None:
         device = lists[0][0].device
         listed = array("q", [t.data_ptr() for tensors in lists for t in tensors])
-        table = torch.frombuffer(listed, dtype=torch.int64)  # torch.tensor takes ten times as long
-        self.aligned = not bool((table % 16).any())
+        self.aligned = reduce(or_, listed) % 16 == 0
         if is_capturing():
             self.addresses = as_arguments(listed.tolist(), device)
         else:
-            self.addresses = (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
+            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+            self.addresses = table_of(listed.tobytes(), device, stream)
+
+
+@lru_cache(maxsize=64)
+def table_of(addresses: bytes, device: torch.device, stream: int) -> Tensor:
+    """A tensor of them, on its way to the device. In most steps everything lies where it lay in one before."""
+    table = torch.frombuffer(bytearray(addresses), dtype=torch.int64)  # torch.tensor takes ten times as long
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def as_arguments(numbers: list[int], device: torch.device) -> Tensor:

@@ -86,7 +86,7 @@ def test_arithmetic_is_a_step_without_passes(name):
 def test_what_is_a_graph_has_a_base_that_is_one():
     """Or there would be nothing to compare it with; Adam's steps are counted on the device then."""
     compared = optimizers.rows(torch.device("cuda"), twice=True)
-    captured = {name for name, row in compared.items() if row.captured}
+    captured = {name for name, row in compared.items() if row.graph}
     assert {compared[name].base for name in captured} == {"SGD", "AdamW"} <= captured
     assert {"SGD-TRACER", "AdamW-TRACER"} <= captured
 

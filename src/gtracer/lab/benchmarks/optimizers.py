@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from gtracer.penalty import RHO
 MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
 PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
 SGD, ADAMW, EXACT = "SGD", "AdamW", "SGD-TRACER, exact"
+LR = 1e-5  # nothing is learnt, and nothing diverges
 EVERY = 8  # steps between two second passes, in the row that has an interval
 
 Stepper = Callable[..., Any]  # makes a step: is given the loss and the batch
@@ -41,48 +42,52 @@ class Row:
         base: The row that it is compared with.
         make: From a model to a function that makes one step, given how to compute the loss.
         steps: How many of them a measurement takes, where they are not all alike.
-        captured: Whether it is measured as a CUDA graph too, without what it costs to start kernels.
+        graph: The same where it is measured as a CUDA graph too, without what it costs to start kernels.
     """
 
     base: str
     make: Callable[[nn.Module], Stepper]
     steps: int = 1
-    captured: bool = False
+    graph: Callable[[nn.Module], Stepper] | None = None
 
 
 def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
     """What is compared; peers where they are installed, the exact engine where the model can be derived `twice`."""
-    momentum: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9}
+    momentum: dict[str, Any] = {"lr": LR, "momentum": 0.9}
     on_gpu = device.type == "cuda"
     fused: dict[str, Any] = {"fused": True} if on_gpu else {}
-    counted: dict[str, Any] = {"capturable": on_gpu}  # where Adam's step is counted: in a graph, on the device
     rarely: dict[str, Any] = {"interval": EVERY, "reuse": 0.9}
 
     def sgd_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
         return lambda model: _ours(SGDTracer(model.parameters(), **momentum, **{"rho": RHO} | options, model=model))
 
     def adamw_tracer(**options: Any) -> Callable[[nn.Module], Stepper]:
-        return lambda model: _ours(AdamWTracer(model.parameters(), rho=RHO, model=model, **counted, **options))
+        return lambda model: _ours(AdamWTracer(model.parameters(), LR, rho=RHO, model=model, **options))
+
+    def sgd(**options: Any) -> Callable[[nn.Module], Stepper]:
+        return lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **options))
+
+    def adamw(**options: Any) -> Callable[[nn.Module], Stepper]:
+        return lambda model: _plain(torch.optim.AdamW(model.parameters(), LR, **options))
 
     compared = {
-        SGD: Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, **fused)), captured=True),
-        "SGD, foreach": Row(SGD, lambda model: _plain(torch.optim.SGD(model.parameters(), **momentum, foreach=True))),
+        SGD: Row(SGD, sgd(**fused), graph=sgd(**fused)),
+        "SGD, foreach": Row(SGD, sgd(foreach=True)),
         "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
-        "SGD-TRACER": Row(SGD, sgd_tracer(), captured=True),
+        "SGD-TRACER": Row(SGD, sgd_tracer(), graph=sgd_tracer()),
         "SGD-TRACER, ρ auto": Row(SGD, lambda model: _ours(_under_way(model, **momentum))),
-        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), EVERY, captured=True),
-        ADAMW: Row(
-            ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), **fused, **counted)), captured=True
-        ),
-        "AdamW, foreach": Row(ADAMW, lambda model: _plain(torch.optim.AdamW(model.parameters(), foreach=True))),
-        "AdamW-TRACER": Row(ADAMW, adamw_tracer(), captured=True),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), EVERY, graph=sgd_tracer(**rarely)),
+        ADAMW: Row(ADAMW, adamw(**fused), graph=adamw(**fused, capturable=on_gpu)),  # counted on the device there
+        "AdamW, foreach": Row(ADAMW, adamw(foreach=True)),
+        "AdamW-TRACER": Row(ADAMW, adamw_tracer(), graph=adamw_tracer(capturable=on_gpu)),
     }
     other = "foreach" if on_gpu else "compiled"  # on a GPU to compile an encoder's tensors takes minutes
     compared[f"SGD-TRACER, {other}"] = Row(SGD, sgd_tracer(implementation=other))
     compared[f"AdamW-TRACER, {other}"] = Row(ADAMW, adamw_tracer(implementation=other))
     if twice:
-        compared[EXACT] = Row(SGD, sgd_tracer(engine="exact"), captured=True)
-        compared[f"{EXACT}, compiled"] = Row(SGD, sgd_tracer(engine="exact", implementation="compiled"), captured=True)
+        exact, compiled = {"engine": "exact"}, {"engine": "exact", "implementation": "compiled"}
+        compared[EXACT] = Row(SGD, sgd_tracer(**exact), graph=sgd_tracer(**exact))
+        compared[f"{EXACT}, compiled"] = Row(SGD, sgd_tracer(**compiled), graph=sgd_tracer(**compiled))
     return compared | _peers(momentum)
 
 
@@ -151,10 +156,13 @@ def _ours(opt: Any) -> Stepper:
 
 
 class Given:
-    """In the place of the passes: gradients that are there already, others in every second call."""
+    """In the place of the passes: gradients that are there already, others in every second call.
+
+    So small that ρ∇T, which may be written into the second, is smaller than it: else they would grow from step to step.
+    """
 
     def __init__(self, net: nn.Module) -> None:
-        first = [(p, 1e-3 * torch.randn_like(p)) for p in net.parameters()]
+        first = [(p, 1e-6 * torch.randn_like(p)) for p in net.parameters()]
         self._sets = [first, [(p, 1.001 * gradient) for p, gradient in first]]
 
     def __call__(self, *_: Tensor) -> Given:
@@ -209,10 +217,14 @@ def steps(
         return {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
 
     seconds = seconds_each(built)
-    as_graphs = [name for name in built if place.type == "cuda" and compared[name].captured]
-    by_graph = {name: measurement.captured(built[name]) for name in as_graphs}
-    graphs = seconds_each(by_graph)
     built.clear()
+    as_graphs = {name: replace(row, make=row.graph) for name, row in compared.items() if row.graph is not None}
+    by_graph = {
+        name: measurement.captured(build(row, model, batch_size, place, precision)[0])
+        for name, row in as_graphs.items()
+        if place.type == "cuda"
+    }
+    graphs = seconds_each(by_graph)
     by_graph.clear()
     bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
     own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
