@@ -15,6 +15,7 @@ EXAMPLES = [
     Config(
         task="cifar100", optimizer="adamw-tracer", betas=(0.8, 0.99), rho=0.1, f0=0.5, augment=True, data="somewhere"
     ),
+    Config(rho="auto"),
     Config(task="boolq", model="bert-base-uncased", f0="first-gradient", schedule="linear", warmup=0.1, seed=7),
 ]
 

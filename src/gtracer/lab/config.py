@@ -44,6 +44,7 @@ SecondMoment = Annotated[str, one_of("total", "loss")]
 First = Annotated[
     Literal["first-gradient"] | AtLeastZero | None, must_be("'first-gradient' or a finite number in [0, inf]")
 ]
+Strength = Annotated[Literal["auto"] | AtLeastZero | None, must_be("'auto' or a finite number in [0, inf]")]
 Reuse = Annotated[Literal["previous"] | Share | None, must_be("'previous' or a finite number in [0, 1]")]
 Units = Annotated[int, Field(ge=1, le=2**16), must_be(f"a whole number of at least 1 (and at most {2**16})")]
 # Generators are seeded with a million times of it, and numpy's take 32 bits.
@@ -110,7 +111,7 @@ class Config:
     clip: Positive | None = option(
         None, "scale gradients down to this norm, those of L + ρT (default: leave them; for texts 1)"
     )
-    rho: AtLeastZero | None = option(None, "ρ: strength of TRACER's penalty, or SAM's radius")
+    rho: Strength = option(None, "ρ: strength of TRACER's penalty, auto where it is to set itself; or SAM's radius")
     beta: Share | None = option(None, "β: rate of TRACER's average")
     delta: AtLeastZero | None = option(None, "δ: TRACER's damping")
     f0: First = option(None, "TRACER's f₀: first-gradient or a number")

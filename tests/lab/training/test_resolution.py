@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
@@ -53,6 +54,13 @@ def test_what_was_left_open():
 def test_what_was_asked_is_what_was_built(options, expected):
     found = resolved(**options)
     assert expected.items() <= found.items()
+
+
+def test_what_was_trained_before_has_a_number_unless_rho_is_to_set_itself(tmp_path):
+    weights = str(tmp_path / "weights.pt")
+    torch.save(Run(SMALL).model.state_dict(), weights)
+    assert resolved(weights=weights)["rho"] == 6e-5
+    assert resolved(weights=weights, rho="auto")["rho"] == "auto"
 
 
 def test_it_is_in_the_record_and_the_configuration_is_what_was_asked(tmp_path):
