@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import gtracer
 from support.places import ROOT, TESTS
@@ -85,57 +87,48 @@ def test_import_needs_torch_alone():
     assert done.stdout.strip() == "[]"
 
 
-PLAIN_STEP = """
-import sys, torch
-from torch import nn
-from gtracer import *
-
-made, steps = sys.argv[1], int(sys.argv[2])
-model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
-x, y, seen = torch.randn(8, 5), torch.randint(3, (8,)), set()
-opt = eval(made)(model)
-closure = lambda: nn.functional.cross_entropy(model(x), y)
-for _ in range(steps):
-    opt.step(closure)
-
-
-def note(frame, event, arg):
-    # Comprehensions are functions to this Python, and not to a reader.
-    ours = event == "call" and "/gtracer/" in frame.f_code.co_filename
-    if ours and frame.f_code.co_name[-5:] not in ("comp>", "expr>"):
-        seen.add(frame.f_code)
-
-
-sys.setprofile(note)
-opt.step(closure)
-sys.setprofile(None)
-for code in seen:
-    print(code.co_filename.split("/gtracer/")[1], code.co_qualname)
-"""
-
-
-def functions_of_a_step(made, steps=1):
+def functions_of_a_step(make, steps=1):
     """Those of ours that a step runs after so many others, above the algebra of tensors and the checks of arguments."""
-    command = [sys.executable, "-c", PLAIN_STEP, made, str(steps)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = [tuple(line.split()) for line in done.stdout.splitlines()]
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 3))
+    x, y, seen = torch.randn(8, 5), torch.randint(3, (8,)), set()
+    opt = make(model)
+
+    def note(frame, event, _):
+        # Comprehensions are functions to this Python, and not to a reader.
+        if event == "call" and frame.f_code.co_name[-5:] not in ("comp>", "expr>"):
+            seen.add(frame.f_code)
+
+    def closure():
+        return nn.functional.cross_entropy(model(x), y)
+
+    for _ in range(steps):
+        opt.step(closure)
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        opt.step(closure)
+    finally:
+        sys.setprofile(before)
+    ours = [(Path(code.co_filename), code.co_qualname) for code in seen if code.co_filename.startswith(str(SOURCE))]
+    found = [(str(path.relative_to(SOURCE)), name) for path, name in ours]
+    assert found  # else nothing was looked at
     return [(file, name) for file, name in found if file not in ("tensors.py", "checks.py")]
 
 
-DEFAULTS = {
-    "SGDTracer": "SGDTracer(m.parameters()",
-    "AdamTracer": "AdamTracer(m.parameters()",
-    "AdamWTracer": "AdamWTracer(m.parameters()",
-    "Tracer": "Tracer(torch.optim.RMSprop(m.parameters())",
-    "SAM": "SAM(torch.optim.SGD(m.parameters())",
+OPTIMIZERS = {
+    "SGDTracer": lambda m, **own: gtracer.SGDTracer(m.parameters(), **own),
+    "AdamTracer": lambda m, **own: gtracer.AdamTracer(m.parameters(), **own),
+    "AdamWTracer": lambda m, **own: gtracer.AdamWTracer(m.parameters(), **own),
+    "Tracer": lambda m, **own: gtracer.Tracer(torch.optim.RMSprop(m.parameters()), **own),
+    "SAM": lambda m, **own: gtracer.SAM(torch.optim.SGD(m.parameters()), **own),
 }
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-@pytest.mark.parametrize("own", ["", ", rho=0.003, model=m"], ids=["defaults", "a number for rho, and a model"])
-def test_a_step_is_short(name, own):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("given", [False, True], ids=["defaults", "a number for rho, and a model"])
+def test_a_step_is_short(name, given):
     """What a reader has to follow; ρ has begun to rise by the 25th step, and moves in every tenth."""
-    found = functions_of_a_step(f"lambda m: {DEFAULTS[name]}{own})", steps=25)
+    found = functions_of_a_step(lambda m: OPTIMIZERS[name](m, **({"rho": 0.003, "model": m} if given else {})), 25)
     assert len(found) <= 60, sorted(found)
     assert len({file for file, _ in found}) <= 9
 
@@ -147,7 +140,7 @@ def test_the_path_of_a_step_in_the_docs_is_the_codes():
     named = set(re.findall(r"\b(?:\w+\.)?(\w+)\(", path))
     ran = {
         name.rpartition(".")[2]
-        for _, name in functions_of_a_step("lambda m: SGDTracer(m.parameters(), lr=0.1, rho=0.003, model=m)")
+        for _, name in functions_of_a_step(lambda m: OPTIMIZERS["SGDTracer"](m, lr=0.1, rho=0.003, model=m))
     }
     assert len(named) > 10
     # An attribute of the evaluator, and what a plain step has none of.

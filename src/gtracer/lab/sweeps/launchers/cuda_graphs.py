@@ -79,9 +79,10 @@ def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
     except Exception as error:
         failure = reason(error, folder)
         kind = Full if isinstance(error, torch.OutOfMemoryError) else Event
-    gc.collect()  # or its memory on the device would be there until some later time
-    if kind is Full:
-        torch.cuda.empty_cache()  # what it held is for its neighbours, in other processes too
+    if torch.cuda.is_available():
+        gc.collect()  # or its memory on the device would be there until some later time
+        if kind is Full:
+            torch.cuda.empty_cache()  # what it held is for its neighbours, in other processes too
     yield kind(config, ended=True, failure=failure)
 
 
