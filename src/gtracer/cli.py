@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -548,14 +550,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     chosen = parser().parse_args(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may not have ρ, or all letters of a folder's name
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         chosen.run(chosen)
-    except LabError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output, such as head, has gone; Python would say so at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (LabError, OSError) as error:
         print(f"gtracer: {shortened(str(error))}", file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's own has no class on a CPU
-            raise
+        if isinstance(error, RuntimeError) and not re.search("allocate|Storage size", str(error)):
+            raise  # torch's own has no class on a CPU
         print("gtracer: there is not enough memory: a smaller model, or fewer examples at a time", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:

@@ -26,6 +26,7 @@ from gtracer.lab.schema import (
     Share,
     ShareAboveZero,
     ShareBelowOne,
+    Units,
     must_be,
     one_of,
     problems,
@@ -46,7 +47,6 @@ First = Annotated[
 ]
 Strength = Annotated[Literal["auto"] | AtLeastZero | None, must_be("'auto' or a finite number in [0, inf]")]
 Reuse = Annotated[Literal["previous"] | Share | None, must_be("'previous' or a finite number in [0, 1]")]
-Units = Annotated[int, Field(ge=1, le=2**16), must_be(f"a whole number of at least 1 (and at most {2**16})")]
 # Generators are seeded with a million times of it, and numpy's take 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**32), must_be(f"a whole number of at least 0 (and at most {2**32 - 1})")]
 # How encoders are fine-tuned where nothing else is said: by BERT's recipe (Devlin et al., 2019), learning rate, epochs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,6 +54,12 @@ def shown(value: Any) -> str:
 def one_line(text: object) -> str:
     """A message without line breaks and other characters that are not printed."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def located(error: Exception) -> str:
+    """An error of the user's own code in one line, with the line of code that raised it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
 
 
 class _Short(reprlib.Repr):

@@ -1,4 +1,4 @@
-"""Which labels are wrong: on data whose wrong labels are known."""
+"""Which labels are wrong: on data whose mislabelled examples are known."""
 
 import csv
 import json

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -19,6 +20,7 @@ from gtracer.lab.data.rows import TRAIN, parts_of
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import Number, Positive, Units
 
 MODES = {1: "L", 3: "RGB"}
 LARGEST = 64  # pixels of a side, where nothing is said: what nets that start from nothing learn in reasonable time
@@ -38,9 +40,9 @@ class Pictures:
         flat: As a vector.
     """
 
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    size: tuple[Units, Units]
+    mean: tuple[Number, ...]
+    deviation: tuple[Positive, ...]
     flat: bool = False
 
     def __call__(self, path: Path) -> Tensor:
@@ -73,8 +75,7 @@ class Pictures:
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> Pictures:
-        height, width = described["size"]
-        return cls((height, width), tuple(described["mean"]), tuple(described["deviation"]), described["flat"])
+        return TypeAdapter(cls).validate_python(described)
 
 
 @dataclass(frozen=True)

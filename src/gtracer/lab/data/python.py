@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import TEST_SHARE, Split, Task, stratified
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.errors import LabError, located, one_line, shown
 
 
 def is_named(name: str) -> bool:
@@ -30,8 +30,8 @@ def function(name: str, *arguments: str) -> Callable[..., Any]:
     try:
         with _here():
             found = getattr(importlib.import_module(module), word)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise LabError(f"{name} cannot be had: {one_line(error)}") from error
+    except Exception as error:  # whatever the module's own lines raise
+        raise LabError(f"{name} cannot be imported: {one_line(error)}") from error
     if not callable(found):
         raise LabError(f"{name} is no function, but {type(found).__name__}")
     try:
@@ -40,6 +40,15 @@ def function(name: str, *arguments: str) -> Callable[..., Any]:
         wanted = ", ".join(arguments) or "no arguments"
         raise LabError(f"{name} is called with {wanted}, which it does not take: {one_line(error)}") from error
     return found  # type: ignore[no-any-return]
+
+
+def called(name: str, **arguments: Any) -> Any:
+    """What the function of that name gives."""
+    wanted = function(name, *arguments)
+    try:
+        return wanted(**arguments)
+    except Exception as error:  # the user's own, of any class
+        raise LabError(f"{name} fails: {located(error)}") from error
 
 
 @contextmanager
@@ -55,9 +64,9 @@ def _here() -> Any:
 
 def local(name: str, seed: int) -> Task:
     """One Dataset, of which a seeded fifth is for testing; or two, to train and test; or three, the second held out."""
-    given = function(name)()
+    given = called(name)
     sets = list(given) if isinstance(given, tuple | list) else [given]
-    if not 1 <= len(sets) <= 3 or not all(hasattr(each, "__getitem__") and hasattr(each, "__len__") for each in sets):
+    if not 1 <= len(sets) <= 3 or not all(hasattr(each, "__getitem__") and _has_length(each) for each in sets):
         raise LabError(f"{name} must give one, two or three torch Datasets with a length, got {shown(given)}")
     found = [_split(name, each) for each in sets]
     if len(found) == 1:
@@ -74,6 +83,13 @@ def local(name: str, seed: int) -> Task:
     return Task(kind, classes, train, test_split, held_out, is_stratified=True, notes=(note,))
 
 
+def _has_length(dataset: Any) -> bool:
+    try:
+        return len(dataset) >= 0
+    except Exception:  # it has none, or its own code fails
+        return False
+
+
 def _split(name: str, dataset: Any) -> Split:
     if not len(dataset):
         raise LabError(f"{name} gives a Dataset without examples")
@@ -86,8 +102,8 @@ def _labels(name: str, dataset: Any) -> Tensor:
     given: Sequence[Any] | Tensor | None = getattr(dataset, "targets", None)
     try:
         found = torch.as_tensor([dataset[i][1] for i in range(len(dataset))] if given is None else given)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise LabError(f"{name}: examples must be pairs of an input and a class: {one_line(error)}") from error
+    except Exception as error:  # a Dataset's own, of any class
+        raise LabError(f"{name}: examples must be pairs of an input and a class: {located(error)}") from error
     if found.is_floating_point() or found.shape != (len(dataset),) or found.min() < 0:
         raise LabError(f"{name}: labels must be whole numbers from 0, one for each example, got {shown(found[:3])}")
     return found.long()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import LabError, located, shown
 
 IN_MEMORY = 1 << 30  # bytes of a data set that is kept on the device as a whole
 MOST_WORKERS = 8
@@ -33,17 +33,32 @@ class Items:
         return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()])
 
     def __getitem__(self, place: int) -> Tensor:
-        item = self.dataset[self.chosen[place]]
-        return torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+        number = self.chosen[place]
+        try:
+            item = self.dataset[number]
+            return torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+        except LabError:
+            raise
+        except Exception as error:  # a Dataset's own, of any class
+            raise LabError(f"example {number} cannot be read: {located(error)}") from error
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As a tensor of all of them would have it."""
         return (len(self), *self[0].shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Likewise."""
+        return self[0].dtype
+
     def gathered(self, rows: Iterable[int]) -> Tensor:
         """These as one tensor."""
-        return torch.stack([self[row] for row in rows])
+        found = [self[row] for row in rows]
+        shapes = sorted({tuple(each.shape) for each in found})
+        if len(shapes) > 1:
+            raise LabError(f"all examples must have one shape, there are {shown(shapes)}")
+        return torch.stack(found)
 
     def loaded(self) -> Tensor | Items:
         """All of them as one tensor, where they are few enough."""

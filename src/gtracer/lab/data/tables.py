@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from gtracer.lab.data import rows
 from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import Words
 
 MOST = 100  # values of a category that have an input each; those that are rarer share one
 
@@ -29,9 +31,9 @@ class Columns:
         transformer: scikit-learn's.
     """
 
-    numbers: tuple[str, ...]
-    categories: tuple[str, ...]
-    label: str
+    numbers: tuple[Words, ...]
+    categories: tuple[Words, ...]
+    label: Words
     transformer: Any
 
     def __call__(self, frame: Any, path: Path) -> Tensor:
@@ -41,9 +43,11 @@ class Columns:
                 raise LabError(f"{path} has no column {shown(name)}, which the model was trained with: it has {has}")
         for name in self.numbers:
             _refuse_words(frame[name], path)
-        return torch.tensor(
-            self.transformer.transform(_as_wanted(frame, self.numbers, self.categories)), dtype=torch.float32
-        )
+        try:
+            made = self.transformer.transform(_as_wanted(frame, self.numbers, self.categories))
+        except (ValueError, TypeError, AttributeError) as error:  # of another model, or no transformer at all
+            raise LabError(f"{path} cannot be prepared as for the model: {one_line(error)}") from error
+        return torch.tensor(made, dtype=torch.float32)
 
     def read(self, path: Path) -> Found:
         """A file; or of a folder that is split, its test data."""
@@ -67,7 +71,7 @@ class Columns:
         from skops import io
 
         made = io.loads(base64.b64decode(described["skops"]), trusted=["numpy.dtype"])
-        return cls(tuple(described["numbers"]), tuple(described["categories"]), described["label"], made)
+        return TypeAdapter(cls).validate_python(described | {"transformer": made})
 
 
 def local(path: Path, label: str, drop: tuple[str, ...], seed: int) -> Task:
@@ -160,11 +164,22 @@ def _as_wanted(frame: Any, numbers: tuple[str, ...], categories: tuple[str, ...]
 def _frame(path: Path) -> Any:
     """A file's rows."""
     _required("pandas")
+    from pandas.api.types import is_numeric_dtype
+
     frame = _read(path)
-    for name in frame.select_dtypes("number"):
-        if numpy.isinf(frame[name]).any():
-            raise LabError(f"{path}: column {shown(name)} holds infinity: leave such cells empty")
+    for name, column in frame.items():
+        if is_numeric_dtype(column) and _is_infinite(column):
+            raise LabError(f"{path}: column {shown(name)} holds infinity, or more than 1e38: leave such cells empty")
+        nested = [value for value in column if isinstance(value, list | dict)] if column.dtype == object else []
+        if nested:
+            raise LabError(f"{path}: column {shown(name)} holds {shown(nested[0])}, which is no number and no word")
     return frame
+
+
+def _is_infinite(column: Any) -> bool:
+    """As numbers of 32 bits, which the model takes."""
+    with numpy.errstate(over="ignore"):
+        return bool(numpy.isinf(column.astype("float32")).any())
 
 
 def _read(path: Path) -> Any:

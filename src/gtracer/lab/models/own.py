@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -45,12 +43,12 @@ def _timm(of: Architecture, pretrained: bool) -> nn.Module:
             of.name.removeprefix(TIMM), pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0]
         )
     except Exception as error:  # of a name, of the network, of the hub: of any class
-        raise LabError(f"model {of.name!r} cannot be had: {one_line(error)}") from error
+        raise LabError(f"model {of.name!r} is not available: {one_line(error)}") from error
     return model
 
 
 def _by_function(of: Architecture) -> nn.Module:
-    model = python.function(of.name, "shape", "classes")(shape=of.shape, classes=of.outputs)
+    model = python.called(of.name, shape=of.shape, classes=of.outputs)
     if not isinstance(model, nn.Module):
         raise LabError(f"{of.name} must give a torch.nn.Module, got {shown(model)}")
     return model
@@ -61,15 +59,16 @@ def _check(model: nn.Module, of: Architecture) -> None:
     """With two examples of nothing, before anything is trained on."""
     was = model.training
     try:
-        found = tuple(model.eval()(torch.zeros(2, *of.shape)).shape)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        outputs = model.eval()(torch.zeros(2, *of.shape))
+    except Exception as error:  # the user's own, of any class
         raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {one_line(error)}") from error
     finally:
         model.train(was)
-    if found != (2, of.outputs):
-        raise LabError(
-            f"model {of.name!r} gives outputs of shape {found[1:]}, not one for each of {of.outputs} classes"
-        )
+    found = (
+        f"outputs of shape {tuple(outputs.shape[1:])}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    )
+    if not isinstance(outputs, Tensor) or outputs.shape != (2, of.outputs):
+        raise LabError(f"model {of.name!r} gives {found}, not one for each of {of.outputs} classes")
 
 
 def take_weights(model: nn.Module, path: Path) -> list[str]:
@@ -93,7 +92,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever torch's reader of pickles comes across
         raise LabError(f"cannot read the weights {path}: {one_line(error)}") from error
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
