@@ -145,7 +145,7 @@ def test_both_sides_of_the_diff_run(tmp_path):
 
 
 def test_ci_runs_the_two_commands():
-    """`.ci/run` finds them behind their markers: the very lines, the test command last."""
+    """`.ci/run` finds them after their markers: the very lines, the test command last."""
     script = (ROOT / ".ci" / "run").read_text()
     function = script[script.index("command_of()") : script.index("for name in")]
     for name, block in zip(("install-and-run", "install-and-test"), blocks("sh")[:2], strict=True):
