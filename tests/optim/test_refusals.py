@@ -18,6 +18,7 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
+from gtracer.curvature import hutchinson
 from gtracer.experimental import Precondition, Ridge
 from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
@@ -329,3 +330,13 @@ def test_adam_in_a_cuda_graph_counts_on_the_device():
     opt.step(lambda: model(x).square().mean())
     with pytest.raises(RuntimeError, match="AdamTracer counts steps outside of the graph, pass capturable=True"):
         check_capture(opt)
+
+
+@pytest.mark.parametrize("options", [{"engine": "exact"}, {"curvature": hutchinson()}], ids=str)
+def test_a_scaler_where_the_loss_is_differentiated_as_it_is(options):
+    p = weight()
+    opt = SGDTracer([p], lr=0.1, **options)
+    with pytest.raises(RuntimeError, match="a GradScaler with engine=") as caught:
+        opt.step(lambda: (p**4).sum(), scaler=torch.amp.GradScaler("cpu"))
+    assert "torch.bfloat16" in str(caught.value)
+    assert p.tolist() == [1.0, 1.0]
