@@ -177,6 +177,14 @@ def test_weights_that_cannot_be_displaced(maker, dtype):
         maker(model.named_parameters())
 
 
+def test_weights_in_which_squared_gradients_underflow():
+    """With the exact engine nothing is displaced: bfloat16, which has float32's range, will do."""
+    refused(
+        lambda: SGDTracer(nn.Linear(2, 2, dtype=torch.float16).parameters(), engine="exact"), "underflow", torch.float16
+    )
+    SGDTracer(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), engine="exact")
+
+
 @every_optimiser
 def test_weights_made_low_precision_afterwards(maker):
     model = nn.Linear(2, 2)
