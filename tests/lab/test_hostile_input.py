@@ -389,6 +389,18 @@ def test_rows_of_tables(tmp_path, capsys):
     all_refused(cases, capsys, 14, lambda case: case[2])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="where names are UTF-8 there are no others")
+def test_images_whose_names_are_no_text(tmp_path, capsys):
+    pixel = b"P6 1 1 255 abc"
+    for where, name in (("file", b"a/\xff.ppm"), ("class", b"\xff/a.ppm")):
+        path = os.fsencode(tmp_path / where) + b"/" + name
+        os.makedirs(os.path.dirname(path))
+        with open(path, "wb") as file:
+            file.write(pixel)
+    cases = [["train", "--task", str(tmp_path / where), "--out", str(tmp_path / "o")] for where in ("file", "class")]
+    all_refused(cases, capsys, 2, lambda case: "is not UTF-8: rename it")
+
+
 FAILING = {
     "raises": "def f(): raise ValueError('x\\ny')",
     "imports": "import nothing_of_this_name",

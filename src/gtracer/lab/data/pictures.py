@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gtracer.lab import files
 from gtracer.lab.data.rows import TRAIN, parts_of
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
@@ -201,7 +202,10 @@ def of_classes(folder: Path) -> list[tuple[Path, str]]:
 
 def pictures_in(folder: Path) -> list[Path]:
     """All images below it."""
-    return sorted(p for p in folder.rglob("*") if is_picture(p))
+    found = sorted(p for p in folder.rglob("*") if is_picture(p))
+    if wrong := [p for p in found if not files.is_text(str(p))]:
+        raise LabError(f"the name {shown(str(wrong[0]))} is not UTF-8: rename it")
+    return found
 
 
 def is_picture(path: Path) -> bool:
