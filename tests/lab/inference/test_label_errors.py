@@ -37,14 +37,17 @@ def rows(path):
 def test_cleanlab_on_the_model_s_own_probabilities(run, capsys):
     assert cli.main(["find-label-errors", str(run)]) == 0
     out = capsys.readouterr().out
-    train_split = data.load(NOISY).train
-    wrong = (train_split.labels != train_split.truth).numpy()
-    p = gtracer.load(run).probabilities(train_split).double().numpy()
+    task = data.load(NOISY)
+    parts = (task.train, task.holdout)
+    labels, truth = (torch.cat([getattr(part, name) for part in parts]).numpy() for name in ("labels", "truth"))
+    wrong = labels != truth
+    p = torch.cat([gtracer.load(run).probabilities(part) for part in parts]).double().numpy()
     p /= p.sum(1, keepdims=True)
-    labels = train_split.labels.numpy()
     told = rows(run / "label-errors" / "label-errors.csv")
     order = [int(row["example"]) for row in told]
     assert sorted(order) == list(range(len(labels)))
+    held_out = [int(row["example"]) for row in told if row["part"] == "held out"]
+    assert sorted(held_out) == list(range(len(task.train.labels), len(labels)))
     given = p[numpy.arange(len(labels)), labels]
     assert (numpy.diff(given[order]) >= 0).all()
     flagged = {int(row["example"]) for row in told if row["wrong"] == "yes"}
@@ -56,7 +59,7 @@ def test_cleanlab_on_the_model_s_own_probabilities(run, capsys):
     recall = len(flagged & set(numpy.flatnonzero(wrong))) / wrong.sum()
     assert f"area under the ROC {auc:.3f}, precision {precision:.1%}, recall {recall:.1%}" in out
     page = (run / "label-errors" / "label-errors.html").read_text()
-    assert page.count('<li><img src="data:image/png;base64,') == label_errors.SHOWN
+    assert page.count('<img src="data:image/png;base64,') == label_errors.SHOWN
 
 
 def test_folds_are_judged_by_models_that_have_not_seen_them(run, tmp_path):
@@ -67,7 +70,9 @@ def test_folds_are_judged_by_models_that_have_not_seen_them(run, tmp_path):
     assert sum(part["resolved"]["examples"] for part in parts) == len(task.train.labels)
     models = [load(tmp_path / f"fold-{k}-of-2").probabilities(task.train) for k in (1, 2)]
     given = torch.stack([p[torch.arange(len(p)), task.train.labels] for p in models]).double()
-    quality = torch.tensor(found.quality)
+    quality, unseen = torch.tensor(found.quality).split([len(task.train.labels), len(task.holdout.labels)])
+    own = trained.probabilities(task.holdout)[torch.arange(len(unseen)), task.holdout.labels]
+    assert ((unseen - own.double()).abs() < 1e-6).all()
     is_first = (quality - given[0]).abs() < 1e-6
     assert ((quality - given[1]).abs() < 1e-6)[~is_first].all()
     assert parts[1]["resolved"]["examples"] == pytest.approx(int(is_first.sum()), abs=3)
