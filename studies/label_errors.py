@@ -1,11 +1,11 @@
-"""Which labels are wrong, and what is it worth to leave them out? SGD's model, TRACER's (ρ auto), cross-validated SGD's.
+"""Which labels are wrong, and what is it worth to leave them out? SGD's model, TRACER's, and SGD cross-validated.
 
     python studies/label_errors.py --data DIR --out runs/label-errors
     python studies/label_errors.py --problems cifar100 --data DIR --device cuda --kernels fused --out runs/label-errors
 
 20% and 50% of the training labels are another class. `gtracer find-label-errors` judges them by each model's own
-probabilities (the best epoch's by held-out data, and the last's), and by cleanlab's usual way: five SGD models, each
-asked about the fifth that it has not seen. Area under the ROC, precision and recall are against the known truth. Then
+probabilities (the best epoch's by held-out data, and the last's; TRACER's ρ sets itself), and by cleanlab's usual way:
+five SGD models, each asked about the fifth that it has not seen. Area under the ROC, precision and recall are against the known truth. Then
 SGD and TRACER train again without the examples that are flagged; without those that are wrong, which is the most that
 there is to gain; and the accuracy on test data, with right labels, is compared with that of training on all. What was
 made is not made again: a run of this script that was cut goes on.
@@ -109,7 +109,14 @@ def accuracy(record: Record) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The result in Markdown."""
-    headings = ["", "", "area under the ROC", "precision, %", "recall, %", *(f"{name} on the rest, %" for name in TRAINERS)]
+    headings = [
+        "",
+        "",
+        "area under the ROC",
+        "precision, %",
+        "recall, %",
+        *(f"{name} on the rest, %" for name in TRAINERS),
+    ]
     lines = ["| " + " | ".join(headings) + " |", "| --- " * len(headings) + "|"]
     settings = dict.fromkeys((row["problem"], row["noise"]) for row in rows)
     for problem, noise in settings:

@@ -217,7 +217,8 @@ def _write(found: Suspects, trained: Trained, out: Path) -> None:
     table.writeheader()
     table.writerows(rows)
     files.write(out / TABLE, text.getvalue().encode(errors="replace"))
-    examples: Any = ConcatDataset([part.inputs for part in _parts(found.task)])  # type: ignore[arg-type]
+    inputs: list[Any] = [part.inputs for part in _parts(found.task)]
+    examples = ConcatDataset(inputs)
     seen = [_seen(examples[i], found.task.preprocessing) for i in found.order[:SHOWN]]
     page = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     about = {"run": trained.folder.resolve().name, "task": trained.config.task, "count": len(rows)}
