@@ -218,7 +218,7 @@ def _write(found: Suspects, trained: Trained, out: Path) -> None:
     table.writerows(rows)
     files.write(out / TABLE, text.getvalue().encode(errors="replace"))
     inputs: list[Any] = [part.inputs for part in _parts(found.task)]
-    examples = ConcatDataset(inputs)
+    examples: ConcatDataset[Any] = ConcatDataset(inputs)
     seen = [_seen(examples[i], found.task.preprocessing) for i in found.order[:SHOWN]]
     page = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     about = {"run": trained.folder.resolve().name, "task": trained.config.task, "count": len(rows)}
