@@ -23,7 +23,7 @@ from gtracer.lab import data, files
 from gtracer.lab.data.pictures import Pictures
 from gtracer.lab.data.tables import Columns
 from gtracer.lab.data.task import Split, Task
-from gtracer.lab.errors import LabError, shown
+from gtracer.lab.errors import Interrupted, LabError, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results.record import Record
 from gtracer.lab.training.callbacks import ProgressBar
@@ -87,10 +87,10 @@ class Suspects:
         ]
 
     def pairs(self) -> list[tuple[str, str, int]]:
-        """The labels that are most often flagged, what is suggested instead, and how often."""
+        """The labels that are flagged most often, what is suggested instead, and how often; of those more than once."""
         labels = self.labels.tolist()
         counts = Counter((labels[i], self.suggested[i]) for i in numpy.flatnonzero(self.flagged))
-        return [(self.classes[a], self.classes[b], n) for (a, b), n in counts.most_common(PAIRS)]
+        return [(self.classes[a], self.classes[b], n) for (a, b), n in counts.most_common(PAIRS) if n > 1]
 
     def against_truth(self) -> dict[str, float] | None:
         """How well they were found, where label noise was made and so is known; None elsewhere."""
@@ -175,11 +175,13 @@ def retrain(
 
 
 def _trained(config: Any, place: Path, task: Task, console: Console | None) -> Record:
-    if console is None:
-        return train(config, place, [], resume=None, model=True, task=task)
-    console.out(f"{place}: {len(task.train.labels)} training examples", highlight=False)
-    with ProgressBar(console, config.epochs) as bar:
-        return train(config, place, [bar], resume=None, model=True, task=task)
+    shown_to = console or Console(quiet=True)
+    shown_to.out(f"{place}: {len(task.train.labels)} training examples", highlight=False)
+    try:
+        with ProgressBar(shown_to, config.epochs) as bar:
+            return train(config, place, [bar], resume=None, model=True, task=task)
+    except Interrupted as error:  # gtracer train --resume would go on with all of the data
+        raise Interrupted("what was under way is saved; give the same command again to go on") from error
 
 
 def _cleanlab() -> tuple[Any, Any]:
@@ -253,18 +255,22 @@ def _thumbnail(pixels: Tensor) -> str:
 
 
 def _cells(example: Tensor, columns: Columns) -> list[tuple[str, str]]:
-    """A table's row, back from the vector that was made of it; none of it is missing, or rare, under its name."""
+    """A table's row, back from the vector that was made of it; nothing where a value was missing, or is a rare one."""
     row, fitted = example.cpu().double().numpy()[None], columns.transformer
-    values = {
-        kind: fitted.named_transformers_[kind].inverse_transform(row[:, fitted.output_indices_[kind]])[0]
-        for kind, names in (("numbers", columns.numbers), ("categories", columns.categories))
-        if names
-    }
-    numbers = zip(columns.numbers, values.get("numbers", ()), strict=True)
-    categories = zip(columns.categories, values.get("categories", ()), strict=True)
-    told = [(name, "" if value != value else f"{value:.6g}") for name, value in numbers]
-    told += [(name, "" if value is None else str(value)) for name, value in categories]
-    return told[:CELLS]
+    made = {}
+    if columns.numbers:
+        imputer, scaler = (step for _, step in fitted.named_transformers_["numbers"].steps)
+        values = scaler.inverse_transform(row[:, fitted.output_indices_["numbers"]])[0]
+        kept = numpy.flatnonzero(~numpy.isnan(imputer.statistics_))  # a column without any value gives no input
+        marked = () if imputer.indicator_ is None else imputer.indicator_.features_
+        missing = {i for i, mark in zip(marked, values[len(kept) :], strict=True) if mark > 0.5}
+        numbers = zip(kept, values, strict=False)
+        made = {columns.numbers[i]: "" if i in missing else f"{value:.6g}" for i, value in numbers}
+    if columns.categories:
+        one_hot = fitted.named_transformers_["categories"]
+        words = one_hot.inverse_transform(row[:, fitted.output_indices_["categories"]])[0]
+        made |= {name: str(word or "") for name, word in zip(columns.categories, words, strict=True)}
+    return list(made.items())[:CELLS]
 
 
 def told(found: Suspects, out: Path) -> Sequence[str]:
