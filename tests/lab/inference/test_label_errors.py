@@ -97,6 +97,25 @@ def test_training_on_what_is_left(run, tmp_path, capsys):
     assert load(out / "cleaned").classes == load(run).classes
 
 
+def test_models_of_other_data_are_not_used_again(run, tmp_path):
+    """What is left after another judgement is trained on anew, and the same is not; what is not ours stays."""
+    trained, task = load(run), data.load(NOISY)
+    flagged = numpy.arange(len(task.train.labels) + len(task.holdout.labels)) < 10
+    found = label_errors.Suspects(task, trained.classes, [], None, flagged, [])
+    record, place = label_errors.retrain(found, trained, tmp_path)
+    (place / "kept").touch()
+    assert label_errors.retrain(found, trained, tmp_path)[0] == record
+    assert (place / "kept").exists()
+    fewer, _ = label_errors.retrain(
+        replace(found, flagged=flagged | (numpy.arange(len(flagged)) < 20)), trained, tmp_path
+    )
+    assert fewer.resolved["examples"] == record.resolved["examples"] - 10
+    assert not (place / "kept").exists()
+    (place / label_errors.MARK).unlink()
+    with pytest.raises(LabError, match="holds another run"):
+        label_errors.retrain(found, trained, tmp_path)
+
+
 def test_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     """By this command: `gtracer train --resume` on a fold would take all of the data."""
 

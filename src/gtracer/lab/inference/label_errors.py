@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import csv
+import hashlib
 import io
+import json
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +28,13 @@ from gtracer.lab.data.tables import Columns
 from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import Interrupted, LabError, shown
 from gtracer.lab.inference.trained import Trained, load
-from gtracer.lab.results.record import Record
+from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.training.callbacks import ProgressBar
 from gtracer.lab.training.trainer import train
 from gtracer.lab.training.weights import best_epoch
 
 TABLE, PAGE = "label-errors.csv", "label-errors.html"
+MARK = "data.sha256"  # in the folder of a model that is trained here, what it was trained on
 CLEANED = "cleaned"  # folder of the model that is trained without the flagged examples
 SHOWN = 200  # examples of the page
 PAIRS = 5  # of classes that are taken for each other most
@@ -175,6 +179,13 @@ def retrain(
 
 
 def _trained(config: Any, place: Path, task: Task, console: Console | None) -> Record:
+    """Its record, which may be there; not one of other data, such as before labels were mended."""
+    mark = _checksum(task).encode()
+    if files.exists(place / MARK) and files.read(place / MARK) != mark:
+        shutil.rmtree(place)
+    elif files.exists(place / NAME) and not files.exists(place / MARK):
+        raise LabError(f"{place} holds another run: choose another --out, or remove it")
+    files.write(place / MARK, mark)
     shown_to = console or Console(quiet=True)
     shown_to.out(f"{place}: {len(task.train.labels)} training examples", highlight=False)
     try:
@@ -182,6 +193,18 @@ def _trained(config: Any, place: Path, task: Task, console: Console | None) -> R
             return train(config, place, [bar], resume=None, model=True, task=task)
     except Interrupted as error:  # gtracer train --resume would go on with all of the data
         raise Interrupted("what was under way is saved; give the same command again to go on") from error
+
+
+def _checksum(task: Task) -> str:
+    """Of what is trained on: which examples, and their labels."""
+    made = hashlib.sha256()
+    for part in _parts(task):
+        made.update(part.labels.numpy().tobytes() + json.dumps(list(part.ids)).encode())
+        if isinstance(part.inputs, Tensor):
+            made.update(part.inputs.cpu().contiguous().numpy().tobytes())
+        elif isinstance(part.inputs, list):
+            made.update(json.dumps(part.inputs).encode())
+    return made.hexdigest()
 
 
 def _cleanlab() -> tuple[Any, Any]:
