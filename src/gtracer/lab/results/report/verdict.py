@@ -67,7 +67,8 @@ def _sentence(results: Results, setting: str) -> str:
         level = " and ".join(score.label for score in found) if len(found) < 4 else f"All {len(found)} methods"
         return f"{level} are level, with {best.estimate} % on test data {at}."
     at = "at each run's best epoch by it" if held_out else at
-    second = max(others, key=lambda score: score.estimate.mean)
+    methods = [score for score in others if score.result.point.method != best.result.point.method]
+    second = max(methods or others, key=lambda score: score.estimate.mean)  # its own variants come after other methods
     return f"{best.label} is best{by}, with {best.estimate} % on test data {at}, {_against(best, second)}."
 
 
