@@ -200,6 +200,17 @@ def test_confusions_are_added_up_and_calibration_pooled(tmp_path):
     assert_affine(vertices(made["calibration"], lines[0].name), np.array([50, 90]), np.array([40, 95]))
 
 
+def test_of_many_classes_the_page_says_what_was_confused(tmp_path):
+    """Added up over the runs; names are text."""
+    detailed(tmp_path)
+    for path in tmp_path.glob("run #0-*/record.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"evaluation": {"confused": [["<b>", "dog", 7], ["a", "b", 9]]}}))
+    page = report.write(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
+    assert "<dt>SGD</dt>\n<dd>b for a (18), dog for &lt;b&gt; (14)</dd>" in page
+    assert page.count("<h2>Confused most often</h2>") == 1
+
+
 @pytest.mark.parametrize("wrong", [{"confusion": [[1, 2]], "classes": ["a", "b"]}, {"confusion": [[1]]}, {"bins": []}])
 def test_an_evaluation_that_fits_nothing_is_left_out(tmp_path, wrong):
     detailed(tmp_path)

@@ -66,6 +66,19 @@ def test_nothing_has_finished():
     assert sentences(Results(results({"A": [0.5]}).study, [])) == ["Nothing has finished yet."]
 
 
+def test_it_is_another_method_that_is_compared_with():
+    """Not the best one's own variants, which may be nearer."""
+    methods = {
+        "SGD": {"optimizer": "sgd"},
+        "SAM": {"optimizer": "sam", "vary": {"rho": [0.1, 0.2]}},
+    }
+    study = Study.from_mapping({"base": {"epochs": 1}, "methods": methods})
+    values = [0.7, 0.85, 0.9]
+    records = [Record(p.config, {}, {"test_accuracy": [v]}, [1.0]) for p, v in zip(study.points(), values, strict=True)]
+    (sentence,) = sentences(Results(study, records))
+    assert sentence.startswith("SAM, ρ 0.2 is best, with 90.0 % on test data at the last epoch, 20.0 points above SGD")
+
+
 def test_several_settings_are_counted(tmp_path):
     small(tmp_path)
     found, _ = read(tmp_path)

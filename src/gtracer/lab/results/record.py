@@ -35,7 +35,7 @@ class Evaluation(TypedDict, total=False):
     __pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[misc]
     classes: list[str]
     confusion: list[list[Annotated[int, Field(ge=0)]]]
-    confused: list[Annotated[list[str | int], Field(min_length=3, max_length=3)]]
+    confused: list[Annotated[list[str | Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]]
     bins: list[Annotated[list[float], Field(min_length=3, max_length=3)]]
 
 

@@ -25,6 +25,7 @@ from gtracer.lab.results.report.tables import NONE, Table
 from gtracer.lab.results.statistics import Results
 
 HERE = Path(__file__).parent
+CONFUSED = 8  # pairs of classes
 
 
 def render(results: Results, table: Table, pictures: list[Picture], others: int, problems: list[str], out: Path) -> str:
@@ -39,6 +40,7 @@ def render(results: Results, table: Table, pictures: list[Picture], others: int,
         facts=_facts(results),
         verdict=verdict.sentences(results),
         cautions=verdict.cautions(results),
+        confused=_confused(results),
         configuration=configuration(results),
         runs=_runs(results, out),
         columns=table.on_page,
@@ -96,6 +98,21 @@ def _chart(name: str, picture: Picture) -> dict[str, Any]:
 def records(results: Results) -> list[Record]:
     """The study's records, each once, although two of its cells may share one."""
     return list({id(record): record for result in results.all for record in result.records}.values())
+
+
+def _confused(results: Results) -> list[tuple[str, str]]:
+    """Where there are too many classes for matrices: what was taken for what most often, over a method's runs."""
+    told = []
+    for result in results.all:
+        counts: Counter[tuple[str, str]] = Counter()
+        for record in result.finished:
+            told_of = record.evaluation.get("confused", [])
+            counts.update({(str(a), str(b)): n for a, b, n in told_of if isinstance(n, int)})
+        if counts:
+            where = f"{result.point.setting}: " if len(results.study.settings) > 1 else ""
+            pairs = (f"{label} for {taken} ({n})" for (taken, label), n in counts.most_common(CONFUSED))
+            told.append((where + result.point.label, ", ".join(pairs)))
+    return told
 
 
 PAGES = {"label errors": "label-errors/label-errors.html", "confusion": "evaluation/confusion.png"}
