@@ -79,7 +79,7 @@ def rows_of(cell: Cell, common: dict[str, Any], console: Console) -> Iterator[di
         found = judged(judge, models, out, common)
         accuracies = {}
         for trainer, model in models.items():
-            record, _ = label_errors.retrain(found, model, out / trainer, common["data"])
+            record, _ = label_errors.retrain(found, model, out / trainer)
             accuracies[trainer] = accuracy(record)
         yield cell.key | {"judge": judge, **said(found), "accuracy": accuracies}
         console.out(f"{cell.folder.name}: {judge}", highlight=False)

@@ -131,5 +131,5 @@ def _find_label_errors(chosen: argparse.Namespace) -> None:
     found = label_errors.find(trained, chosen.folds, out, chosen.data, console)
     print("\n".join(label_errors.told(found, out)))
     if chosen.retrain:
-        cleaned, place = label_errors.retrain(found, trained, out, chosen.data, console)
+        cleaned, place = label_errors.retrain(found, trained, out, console)
         print(label_errors.told_of(cleaned, place, chosen.model))

@@ -152,8 +152,10 @@ def find(
     filter_, rank = _cleanlab()
     task = data.load(replace(trained.config, data=data_folder))
     if task.class_names != trained.classes:
-        other = next(iter({*task.class_names} ^ {*trained.classes}), "in another order")
+        other = min({*task.class_names} ^ {*trained.classes}, default="in another order")
         raise LabError(f"{trained.config.task} has other classes than the model ({shown(other)}): train on it again")
+    if task.train.labels.is_floating_point():
+        raise LabError(f"find-label-errors is for classes: {trained.config.task} has real numbers as labels")
     judged = [trained.probabilities(task.train) if folds == 1 else _crossed(trained, task, folds, out, console)]
     judged += [trained.probabilities(part) for part in _parts(task)[1:]]
     labels = torch.cat([part.labels for part in _parts(task)]).numpy()
@@ -169,17 +171,15 @@ def find(
     return found
 
 
-def retrain(
-    found: Suspects, trained: Trained, out: Path, data_folder: str | None = None, console: Console | None = None
-) -> tuple[Record, Path]:
+def retrain(found: Suspects, trained: Trained, out: Path, console: Console | None = None) -> tuple[Record, Path]:
     """Train on what is left without the flagged examples, as the run was; the record, and the model's folder."""
     place = out / CLEANED
-    config = replace(trained.config, data=data_folder)
-    return _trained(config, place, found.cleaned(), console), place
+    return _trained_again(trained, place, found.cleaned(), console), place
 
 
-def _trained(config: Any, place: Path, task: Task, console: Console | None) -> Record:
-    """Its record, which may be there; not one of other data, such as before labels were mended."""
+def _trained_again(trained: Trained, place: Path, task: Task, console: Console | None) -> Record:
+    """As the run was, on other data. The record may be there; not one of before labels were mended."""
+    config = replace(trained.config, device=str(trained.device))
     count = len(task.train.labels)
     if count > 1 and count % config.batch_size == 1:  # a last batch of one, which batch norm refuses; nobody chose it
         task = replace(task, train=task.train.rows(torch.arange(count - 1)))
@@ -233,7 +233,7 @@ def _crossed(trained: Trained, task: Task, folds: int, out: Path, console: Conso
     for number, (rest, fold) in enumerate(cut.split(numpy.zeros(len(found)), task.train.labels)):
         place = out / f"fold-{number + 1}-of-{folds}"
         part = replace(task, train=task.train.rows(torch.tensor(rest)))
-        _trained(trained.config, place, part, console)
+        _trained_again(trained, place, part, console)
         judge = load(place, device=str(trained.device))
         found[fold] = judge.probabilities(task.train.rows(torch.tensor(fold)))
     return found
