@@ -274,7 +274,7 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
     text = (RECORDS / "label-errors" / "rows.jsonl").read_text()
     rows = module.table([json.loads(line) for line in text.splitlines()]).splitlines()
     page = (STUDIES.parent / "docs" / "own-data.md").read_text()
-    assert len(rows) == 2 + 4 * 7
+    assert len(rows) == 2 + 4 * 9
     assert all(row in page for row in rows)
 
 
@@ -283,7 +283,7 @@ def test_the_study_of_label_errors_runs(tmp_path):
     words = ["--problems", "digits", "--noise", "0.2", "--seeds", "0", "--epochs", "2", "--out", str(tmp_path)]
     printed = study("label_errors", *words)
     rows = {row["judge"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
-    assert len(rows) == 7
+    assert len(rows) == 9
     cell = tmp_path / "digits-20-seed-0"
     record = Record.read(cell / "TRACER" / "SGD" / "cleaned")
     assert record.config.optimizer == "sgd"
