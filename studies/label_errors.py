@@ -4,11 +4,11 @@
     python studies/label_errors.py --problems cifar100 --data DIR --device cuda --kernels fused --out runs/label-errors
 
 20% and 50% of the training labels are another class. `gtracer find-label-errors` judges them by each model's own
-probabilities (the best epoch's by held-out data, and the last's; TRACER's ρ sets itself, or was tuned), and by cleanlab's usual
-way: five SGD models, each asked about the fifth that it has not seen. Area under the ROC, precision and recall are
-against the known truth. Then SGD and TRACER train again without the examples that are flagged, and without those that
-are wrong, which is the most that there is to gain. Test labels are right. What was made is not made again: a run of
-this script that was cut goes on.
+probabilities (the best epoch's by held-out data, and the last's; TRACER's ρ sets itself, or was tuned), and by
+cleanlab's usual way: five SGD models, each asked about the fifth that it has not seen. Area under the ROC, precision
+and recall are against the known truth. Then SGD and TRACER train again without the examples that are flagged, and
+without those that are wrong, which is the most that there is to gain. Test labels are right. What was made is not made
+again: a run of this script that was cut goes on.
 """
 
 from __future__ import annotations

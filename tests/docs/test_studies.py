@@ -276,6 +276,25 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
     page = (STUDIES.parent / "docs" / "own-data.md").read_text()
     assert len(rows) == 2 + 4 * 9
     assert all(row in page for row in rows)
+    cells = [re.sub(r" ± [\d.]+", "", row).strip("| ").split(" | ") for row in rows[2:]]
+    areas, gains = {}, {}
+    for where, judge, _, area, _, recall, *rest in cells:
+        if judge.startswith("nobody"):
+            whole = [float(x) for x in rest]
+        elif rest[0] != "–":
+            key = where.split(", ")[1], "truth" if judge.startswith("the truth") else "judged"
+            for trainer, x, y in zip(("SGD", "TRACER"), rest, whole, strict=True):
+                gains.setdefault((*key, trainer), []).append(round(float(x) - y, 1))
+        if area != "–":
+            areas.setdefault(where, {})[judge] = float(area)
+        assert "last epoch" not in judge or "tuned" in judge or float(recall) < 12
+    assert [max(of, key=of.get) for of in areas.values()] == ["TRACER, ρ tuned"] * 4
+    assert min(min(gains["20%", "judged", of]) for of in ("SGD", "TRACER")) == -1.1
+    assert max(max(gains["20%", "judged", of]) for of in ("SGD", "TRACER")) == 1.8
+    spans = [(min(found), max(found)) for found in (gains["50%", "judged", "SGD"], gains["50%", "judged", "TRACER"])]
+    assert spans == [(2.1, 6.2), (-2.3, 2.4)]
+    most = gains["50%", "truth", "SGD"] + gains["50%", "truth", "TRACER"]
+    assert (min(most), max(most)) == (5.5, 12.8)
 
 
 def test_the_study_of_label_errors_runs(tmp_path):
