@@ -69,6 +69,9 @@ def add(commands: Any) -> None:
         metavar="N",
         help="judge each part of the data by a model trained on the others (default: 1, the run's model judges all)",
     )
+    errors.add_argument(
+        "--retrain", action="store_true", help="and train on what is left without them, into cleaned, in that folder"
+    )
     errors.add_argument("--data", metavar="DIR", help="folder with the official files of the run's own task")
     errors.add_argument("--out", type=Path, metavar="DIR", help="(default: label-errors, in the run's folder)")
     errors.set_defaults(run=_find_label_errors)
@@ -120,8 +123,13 @@ def _export(chosen: argparse.Namespace) -> None:
 
 
 def _find_label_errors(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
     from gtracer.lab.inference import label_errors
 
-    out = chosen.out or chosen.model / "label-errors"
-    found = label_errors.find(_loaded(chosen), chosen.folds, out, chosen.data)
+    out, console, trained = chosen.out or chosen.model / "label-errors", Console(), _loaded(chosen)
+    found = label_errors.find(trained, chosen.folds, out, chosen.data, console)
     print("\n".join(label_errors.told(found, out)))
+    if chosen.retrain:
+        cleaned, place = label_errors.retrain(found, trained, out, console)
+        print(label_errors.told_of(cleaned, place, chosen.model))

@@ -29,6 +29,16 @@ class Environment(TypedDict, total=False):
     hardware: dict[str, Any]
 
 
+class Evaluation(TypedDict, total=False):
+    """What the last epoch's model made of the test data."""
+
+    __pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[misc]
+    classes: list[str]
+    confusion: list[list[Annotated[int, Field(ge=0)]]]
+    confused: list[Annotated[list[str | Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]]
+    bins: list[Annotated[list[float], Field(min_length=3, max_length=3)]]
+
+
 class Content(TypedDict):
     """What a record's file holds beside the configuration. Older ones have less."""
 
@@ -40,6 +50,7 @@ class Content(TypedDict):
     notes: NotRequired[list[str]]
     failure: NotRequired[str | None]
     resolved: NotRequired[dict[str, Any]]
+    evaluation: NotRequired[Evaluation]
 
 
 CONTENT = TypeAdapter(Content)
@@ -62,6 +73,10 @@ class Record:
         failure: Why it ended before its last epoch: it diverged, and would again.
         resolved: What the configuration came to: ρ, δ, the model and the like as they were where nothing was asked.
             Older records have none.
+        evaluation: What the last epoch's model made of the test data. `bins` are, by how sure it was of its prediction,
+            how many examples there are, how sure on average, and which share was right; `confusion` is how often a
+            class (row) was taken for a class (column), with their names as `classes`; of many classes `confused` has
+            the pairs that came most often, and how often. Older records have none.
     """
 
     config: Config
@@ -72,6 +87,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     failure: str | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def epochs(self) -> int:
@@ -90,11 +106,13 @@ class Record:
 
     def results(self) -> dict[str, Any]:
         """What the run has brought so far, for a checkpoint."""
-        return {"curves": self.curves, "seconds": self.seconds, "peak_memory": self.peak_memory}
+        results = {"curves": self.curves, "seconds": self.seconds, "peak_memory": self.peak_memory}
+        return results | {"evaluation": self.evaluation}
 
     def take(self, results: dict[str, Any]) -> None:
         """Take up a checkpoint's results, which may be an epoch ahead of the file."""
         self.curves, self.seconds, self.peak_memory = (results[key] for key in ("curves", "seconds", "peak_memory"))
+        self.evaluation = results.get("evaluation", {})
 
     def summary(self) -> dict[str, Any]:
         """Last and best epoch (they differ by much under label noise), and the time."""
@@ -166,7 +184,7 @@ class Record:
             raise LabError(
                 f"{epochs} of {config.epochs} epochs, with curves {', '.join(uneven) or shown(list(curves))}"
             )
-        named = {name: read[name] for name in ("notes", "failure", "resolved") if name in read}
+        named = {name: read[name] for name in ("notes", "failure", "resolved", "evaluation") if name in read}
         return cls(config, read["environment"], curves, read["seconds"], read["peak_memory"], **named)
 
 

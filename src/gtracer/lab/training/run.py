@@ -209,6 +209,13 @@ class Run:
         return found
 
     @torch.no_grad()
+    def tested(self) -> tuple[Tensor, Tensor, Tensor]:
+        """How sure the model is of each test example's class, that class, and the label; on the CPU."""
+        self.processes.as_first(self.model.buffers())
+        sure, predicted = self._logits(self.test).softmax(1).max(1)
+        return sure.cpu(), predicted.cpu(), self.test.labels.cpu()
+
+    @torch.no_grad()
     def _logits(self, data: EvaluationData) -> Tensor:
         """The model's outputs for these examples."""
         self.model.eval()

@@ -31,7 +31,7 @@ def write(runs: Path, out: Path, tell: Callable[[str], None] = lambda line: None
         files.write(out / "figures" / f"{picture.name}.png", picture.png)
         files.write(out / "figures" / f"{picture.name}.svg", picture.svg)
     others = found.given - len(page.records(found))
-    whole = page.render(found, table, pictures, others, problems)
+    whole = page.render(found, table, pictures, others, problems, out)
     files.write(out / "index.html", _bytes(whole))
     return out / "index.html"
 
