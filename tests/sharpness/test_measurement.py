@@ -60,13 +60,17 @@ def test_eigenvalues_and_trace_are_the_dense_matrices(net):
 def test_all_steps_give_the_trace_and_the_effective_dimension_exactly(net):
     model, given = net
     size = sum(p.numel() for p in model.parameters())
-    found = measure(model, classification(model), given, steps=size, tolerance=0.0, samples=0, ascent=0, **QUIET)
+    options = {"steps": size, "tolerance": 0.0, "samples": 0, "ascent": 0, **QUIET}
+    found = measure(model, classification(model), given, prior=2.0, **options)
     H, G = matrices(model, given)
     assert (found.trace, found.hessian.trace_error) == (pytest.approx(float(H.trace())), 0.0)
     assert found.ggn.trace == pytest.approx(float(G.trace()))
     values = torch.linalg.eigvalsh(G).clamp(min=0)
-    alpha = 1 / 19
+    alpha = 1 / 38
     assert found.effective_dimension.value == pytest.approx(float((values / (values + alpha)).sum()), rel=1e-6)
+    own = measure(model, classification(model), given, matrices="ggn", **options).effective_dimension.value
+    alpha = 1 / (19 * float(flat(model.parameters()).square().mean()))
+    assert own == pytest.approx(float((values / (values + alpha)).sum()), rel=1e-6)
 
 
 def test_of_the_hessian_where_the_loss_is_in_one_piece(net):

@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -363,6 +364,25 @@ def test_a_layer_that_cannot_be_differentiated_twice_is_refused_and_the_rest_can
         measure(model, classification(model), batches(), **FEW)
     assert "\n" not in str(caught.value)
     assert measure(model, classification(model), batches(), matrices=[], **FEW).worst.value > 0
+
+
+def test_attention_is_differentiated_twice():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.out = nn.Linear(4, 12), nn.Linear(4, 3)
+
+        def forward(self, x):
+            q, k, v = self.inner(x).unsqueeze(1).chunk(3, -1)
+            return self.out(nn.functional.scaled_dot_product_attention(q, k, v).mean((1, 2)))
+
+    torch.manual_seed(0)
+    model, given = Attention().double(), batches((5, 4))
+    found = measure(model, classification(model), given, **FEW | {"steps": 90, "tolerance": 0.0})
+    with sdpa_kernel(SDPBackend.MATH):
+        dense = matrices(model, given)
+    for kind, its in zip((found.hessian, found.ggn), dense, strict=True):
+        assert kind.trace == pytest.approx(float(its.trace()), rel=1e-6)
 
 
 def test_batches_that_change_their_number_are_refused(net):

@@ -39,20 +39,22 @@ class SplitLoss:
 def classification(model: nn.Module) -> SplitLoss:
     """The cross-entropy of batches of inputs and class labels, wherever they lie."""
 
-    def to_model(x: Tensor) -> Tensor:
+    def to_model(x: Any) -> Any:
         home = next(model.parameters()).device
-        return x if x.device == home else x.to(home)
+        return x.to(home) if isinstance(x, Tensor) and x.device != home else x
 
     def outputs_of(batch: Any) -> Tensor:
-        found: Tensor = model(to_model(batch[0]))
-        return found
+        found = model(to_model(batch[0]))
+        outputs: Tensor = getattr(found, "logits", found)  # Hugging Face's
+        return outputs
 
     def loss_on(outputs: Tensor, batch: Any) -> Tensor:
         # In float32 at least: under autocast the outputs are not.
         return cross_entropy(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), to_model(batch[1]))
 
     def correct_on(outputs: Tensor, batch: Any) -> Tensor:
-        return outputs.argmax(1) == to_model(batch[1])
+        right: Tensor = outputs.argmax(1) == to_model(batch[1])
+        return right
 
     return SplitLoss(outputs_of, loss_on, correct_on)
 

@@ -40,7 +40,7 @@ def measure(
     delta: float = DELTA,
     start: Mapping[str, Tensor] | None = None,
     confidence: float = 0.95,
-    prior: float = 1.0,
+    prior: float | None = None,
     params: Iterable[Tensor] | None = None,
     examples_of: Callable[[Any], float] | None = None,
     train_mode: bool = False,
@@ -81,7 +81,8 @@ def measure(
         delta: δ of T.
         start: Weights that know nothing of the data, by name: the prior of the PAC-Bayes bound (default: zeros).
         confidence: Of the bound.
-        prior: Variance of the weights' prior in the effective dimension, whose α is 1/(examples · prior).
+        prior: Variance of the weights' prior in the effective dimension, whose α is 1/(examples · prior) (default: the
+            weights' own mean square). Eigenvalues far below the largest over `steps`² are not told from zero.
         params: By which to differentiate (default: all that are trained).
         examples_of: How many examples a batch holds (default: the length of its tensors).
         train_mode: The model in training mode: batch norm by each batch's own statistics, dropout replayed.
@@ -99,7 +100,7 @@ def measure(
     for name, count in {"probes": probes, "samples": samples, "ascent": ascent, "seed": seed}.items():
         _whole(name, count)
     positive = {"sigma": sigma, "adaptive_sigma": adaptive_sigma, "radius": radius, "adaptive_radius": adaptive_radius}
-    for name, number in (positive | {"prior": prior}).items():
+    for name, number in (positive | ({} if prior is None else {"prior": prior})).items():
         checks.number(name, number, low=0, open_low=True)
     checks.number("tolerance", tolerance, low=0, high=1)
     checks.number("delta", delta, low=0)
@@ -118,9 +119,10 @@ def measure(
             found |= _expected(objective, scales, (sigma, adaptive_sigma), samples, seed, centre, confidence)
         if ascent:
             found |= _worst(objective, scales, (radius, adaptive_radius), ascent, gradient, seed)
-        for kind in (GGN, HESSIAN):
-            if kind in kinds and "effective_dimension" not in found:
-                found["effective_dimension"] = found[kind].effective_dimension(1 / (objective.examples * prior))
+        prior = prior or float(objective.weights().square().mean())
+        if kinds and prior:  # a model of zeros tells of none
+            alpha = 1 / (objective.examples * prior)
+            found["effective_dimension"] = found[GGN if GGN in kinds else HESSIAN].effective_dimension(alpha)
         numbers = {"steps": steps, "tolerance": tolerance, "probes": probes, "samples": samples, "ascent": ascent}
         told = {**positive, **numbers, "prior": prior, "train_mode": train_mode, "seed": seed}
         return Sharpness(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gtracer import checks, tensors
 from gtracer.curvature import SecondDerivatives
@@ -248,7 +249,8 @@ class Objective:
         loss = 0.0
         for index, batch, examples in self.sweep():
             try:
-                with SecondDerivatives():
+                # Of attention's kernels this one alone can be differentiated twice.
+                with sdpa_kernel(SDPBackend.MATH), SecondDerivatives():
                     value, products = make(batch, split)
                 loss += examples * self._number(value, index)
                 for total, product in zip(totals, products, strict=True):
@@ -477,9 +479,8 @@ def _explained(error: RuntimeError, matrix: str) -> RuntimeError:
         return RuntimeError(f"loss_of has called backward() itself: it must only return the loss. torch said: {text}")
     if any(word in text for word in ("not implemented", "double backward", "twice", "aot_autograd", "derivative for")):
         return RuntimeError(
-            f"the {matrix} needs a model that can be differentiated twice: pass the uncompiled model, attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or matrices=[] to measure without it. "
-            f"torch said: {text}"
+            f"the {matrix} needs a model that can be differentiated twice: pass one that is not compiled, or matrices=[] "
+            f"to measure without it. torch said: {text}"
         )
     return error
 
