@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from scipy.stats import spearmanr
 import gtracer
 from gtracer.lab.config import Config
 from gtracer.lab.inference.sharpness import subject
-from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.training.trainer import train
 from gtracer.sharpness.result import TEXTS
 from runs import last_rows
