@@ -135,6 +135,16 @@ def test_the_curvature_s_examples_run(tmp_path):
     torch.testing.assert_close(names["p"].sum(1), torch.ones(6))
 
 
+def test_the_sharpness_s_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = surroundings(tmp_path)
+    found = blocks("python", (ROOT / "docs" / "sharpness.md").read_text())
+    for block in found:
+        exec(block, names)
+    assert "m-sharpness, adaptive" in capsys.readouterr().out
+    assert all((tmp_path / f"{name}.png").exists() for name in ("line", "plane", "eigenvectors", "between", "density"))
+
+
 def test_both_sides_of_the_diff_run(tmp_path):
     (diff,) = blocks("diff")
     for side in "-+":

@@ -81,7 +81,8 @@ class Kept:
         self.params, self.saved = params, tensors.clone(params)
         self._grads = [(p, p.grad) for p in dict.fromkeys([*model.parameters(), *params])]
         self._modes = [(module, module.training) for module in model.modules()]
-        self._buffers = Buffers(model)
+        self._model, self._buffers = model, Buffers(model)
+        self._held = self._buffers
         self._devices = {x.device for x in (*params, *self._buffers.buffers)}
         self._generators = generators_of(batches)
         self._random = self._draws()
@@ -97,7 +98,11 @@ class Kept:
     def restart(self) -> None:
         """Random numbers and buffers alone: every sweep is the same function of the weights."""
         self._random.restore()
-        self._buffers.restore()
+        self._held.restore()
+
+    def hold_buffers(self) -> None:
+        """Let sweeps begin with the buffers as they are now."""
+        self._held = Buffers(self._model)
 
     def restore(self) -> None:
         """All of it."""
@@ -107,6 +112,7 @@ class Kept:
             p.grad = grad
         for module, training in self._modes:
             module.training = training
+        self._held = self._buffers
         self.restart()
 
     @contextmanager
@@ -131,7 +137,7 @@ class Objective:
         kept: Kept,
         signals: Signals | None = None,
     ) -> None:
-        self.loss_of, self.batches, self.params, self._kept, self._signals = loss_of, batches, params, kept, signals
+        self.loss_of, self.batches, self.params, self.kept, self._signals = loss_of, batches, params, kept, signals
         self._settings = settings
         self._examples_of = settings.examples_of or examples_in
         self.telling = Telling(settings.progress)
@@ -180,7 +186,7 @@ class Objective:
 
     def sweep(self) -> Iterator[tuple[int, Any, float]]:
         """Each batch with its number and its examples; the same ones in every sweep."""
-        self._kept.restart()
+        self.kept.restart()
         total, index = 0.0, -1
         for index, batch in enumerate(self.batches):
             examples = float(self._examples_of(batch))
@@ -267,14 +273,14 @@ class Objective:
     def only(self, batch: Any) -> Objective:
         """The loss of this batch alone."""
         settings = Settings(examples_of=self._examples_of, progress=False)
-        made = Objective(self.loss_of, [batch], self.params, settings, self._kept, self._signals)
+        made = Objective(self.loss_of, [batch], self.params, settings, self.kept, self._signals)
         made.at_weights = self.at_weights
         return made
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around sweeps of `only`, within a sweep of this one."""
-        with self._kept.aside():
+        with self.kept.aside():
             yield
 
     # One batch.
@@ -479,8 +485,8 @@ def _explained(error: RuntimeError, matrix: str) -> RuntimeError:
         return RuntimeError(f"loss_of has called backward() itself: it must only return the loss. torch said: {text}")
     if any(word in text for word in ("not implemented", "double backward", "twice", "aot_autograd", "derivative for")):
         return RuntimeError(
-            f"the {matrix} needs a model that can be differentiated twice: pass one that is not compiled, or matrices=[] "
-            f"to measure without it. torch said: {text}"
+            f"the {matrix} needs a model that can be differentiated twice: pass one that is not compiled, or "
+            f"matrices=[] to measure without it. torch said: {text}"
         )
     return error
 
