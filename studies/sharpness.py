@@ -27,6 +27,7 @@ from scipy.stats import spearmanr
 import gtracer
 from gtracer.lab.config import Config
 from gtracer.lab.inference.sharpness import subject
+from gtracer.lab.results import provenance
 from gtracer.lab.training.trainer import train
 from gtracer.sharpness.result import TEXTS
 from runs import last_rows
@@ -118,8 +119,9 @@ def measured(config: Config, folder: Path, options: dict[str, Any]) -> dict[str,
     record = train(config, folder, [], resume=None, model=True)
     found = subject(gtracer.load(folder, device=config.device), folder=config.data, examples=options.pop("examples"))
     sharpness = found.measured(progress=False, **options)
-    last = record.summary()["last"]
-    return {"last": last, "measures": {r.name: r.value for r in sharpness.rows()}, "sharpness": sharpness.to_mapping()}
+    measures = {row.name: [row.value, row.error] for row in sharpness.rows()}
+    where = {"run": folder.name, "commit": provenance.commit(), "settings": dict(sharpness.settings)}
+    return {"last": record.summary()["last"], "measures": measures} | where
 
 
 def made(name: str, asked: argparse.Namespace, tell: Callable[[str], Any]) -> list[dict[str, Any]]:
@@ -155,10 +157,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| test accuracy, % | " + " | ".join(_cells(rows, lambda r: 100 * r["last"]["test_accuracy"])) + " | |"
     )
     for name, text in TEXTS.items():
-        values = [row["measures"].get(name) for row in rows]
-        if all(isinstance(v, float) and math.isfinite(v) for v in values):
+        values = [row["measures"].get(name, [math.nan])[0] for row in rows]
+        if all(map(math.isfinite, values)):
             rank = f"{spearmanr(values, accuracies).statistic:+.2f}" if len(set(values)) > 1 else ""
-            lines.append(f"| {text} | " + " | ".join(_cells(rows, lambda r, n=name: r["measures"][n])) + f" | {rank} |")
+            lines.append(
+                f"| {text} | " + " | ".join(_cells(rows, lambda r, n=name: r["measures"][n][0])) + f" | {rank} |"
+            )
     return "\n".join(lines)
 
 

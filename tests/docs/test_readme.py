@@ -83,6 +83,7 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
         "find-rho": ["--epochs", "1", "--steps", "2"],
+        "sharpness": ["--examples", "64", "--steps", "2", "--points", "3", "--samples", "1", "--ascent", "1"],
         **{command: [] for command in ("report", "records", "predict", "evaluate", "export", "find-label-errors")},
     }
     own_data(tmp_path)

@@ -130,3 +130,19 @@ def test_the_density_is_that_of_the_eigenvalues(draw):
     assert total == pytest.approx(1, abs=1e-3)
     level = spectrum.density([0.5], width=0.3)[0]
     assert level == pytest.approx(1 / 3, abs=0.1)
+
+
+@pytest.mark.parametrize("steps", [25, 60])
+def test_a_null_space_is_not_taken_for_one_eigenvalue_although_it_converges(draw, steps):
+    A = matrix([40.0, 15.0, 9.0, *torch.linspace(0.5, 3, 47).tolist(), *[0.0] * 350])
+    made = run(A, draw, steps=steps, tolerance=0.0)
+    values, _, residuals = made.ritz()
+    assert steps < 60 or (residuals[values.abs() < 1e-6] < 1e-6).all()
+    nodes, weights = made.quadrature(1e-3)
+    assert sum(weights) == pytest.approx(400)
+    assert sum(w for n, w in zip(nodes, weights, strict=True) if n < 0.25) == pytest.approx(350, abs=12)
+    assert sum(n * w for n, w in zip(nodes, weights, strict=True)) == pytest.approx(float(A.trace()), rel=0.25)
+    alpha = 0.5
+    true = sum(x / (x + alpha) for x in torch.linalg.eigvalsh(A).clamp(min=0).tolist())
+    found = Spectrum(runs=((tuple(nodes), tuple(weights)),)).effective_dimension(alpha)
+    assert found.value == pytest.approx(true, rel=0.25)

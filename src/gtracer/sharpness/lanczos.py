@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+SINGLE = 10.0  # times its mean: one eigenvalue's weight, a squared normal number, is below that but once in 600
 TOLERANCE = 1e-3  # residuals, of the largest eigenvalue: no eigenvalue is further off than its residual
 
 Product = Callable[[Tensor], Tensor]
@@ -47,13 +48,16 @@ class Krylov:
         """Nodes and weights of the spectral density, which sum up to the matrix's size (stochastic Lanczos quadrature).
 
         A Ritz value that has converged is one eigenvalue and counts as that, where plain quadrature would draw its
-        weight at random; the others share what is left by their weights in the last block's first vector.
+        weight at random, unless that weight is a multiple one's, as zero is where the rank is low. The others share
+        what is left by their weights in the last block's first vector.
         """
         values, vectors, residuals = self.ritz()
         first = vectors[self.blocks[-1]].square()
         exact = self.converged(values, residuals, max(tolerance, 1e-12))
-        if bool(exact.all()) and self.steps < self.size:  # the last block stands for all that was not seen
-            exact = first < 0.5 / self.size  # none of it: those of the earlier blocks
+        if self.steps < self.size:
+            exact &= self.size * first < SINGLE
+            if bool(exact.all()):  # the last block stands for all that was not seen
+                exact = first < 0.5 / self.size  # none of it: those of the earlier blocks
         weights = exact.double()
         left = torch.where(exact, 0.0, first)
         if float(left.sum()) > 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path as File
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Line:
         """How far the accuracy falls below the straight line between its ends."""
         return None if self.accuracies is None else _barrier(self.positions, [-x for x in self.accuracies])
 
-    def plot(self, where: str | File | Axes, **look: Any) -> Axes:
+    def plot(self, where: str | File | BinaryIO | Axes, **look: Any) -> Axes:
         """Draw loss and accuracy into a file; or the loss on axes of one's own, several lines on the same."""
         from gtracer.sharpness import picture
 
@@ -83,7 +83,7 @@ class Surface:
     accuracies: tuple[tuple[float, ...], ...] | None = None
     labels: tuple[str, str] = ("first direction", "second direction")
 
-    def plot(self, where: str | File | Axes, **look: Any) -> Axes:
+    def plot(self, where: str | File | BinaryIO | Axes, **look: Any) -> Axes:
         """Draw its contours, into a file or on axes of one's own."""
         from gtracer.sharpness import picture
 

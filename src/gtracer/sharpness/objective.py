@@ -196,8 +196,7 @@ class Objective:
                 self.counts.append(examples)
             total += examples
             yield index, batch, examples
-            if self._signals is not None and self._signals.held is not None:
-                raise KeyboardInterrupt
+            self._let_through()
             self.telling.batch(index + 1, len(self.counts))
         if index < 0:
             raise ValueError("batches holds no batch" + (": it can be read only once" if self.examples else ""))
@@ -207,6 +206,13 @@ class Objective:
             )
         self.examples = total
         self.telling.swept()
+
+    def _let_through(self) -> None:
+        """A Ctrl-C, to whoever handles it: it need not end the measurement, as where training stops after its epoch."""
+        signals = self._signals
+        if signals is not None and signals.held is not None and signals.handler is not None:
+            held, signals.held = signals.held, None
+            signals.handler(*held)
 
     def value(self, displacement: Tensor | None = None) -> Value:
         """The loss, where the weights are moved so."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from gtracer.sharpness.landscape import Line, Surface
 
+Place = Any  # a path, an open file, or matplotlib's axes
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 STYLE: dict[str, Any] = {
@@ -37,7 +38,7 @@ def plain(text: str) -> str:
 
 
 @contextmanager
-def axes(where: str | Path | Axes, width: float = 4.2, height: float = 3.1) -> Iterator[Axes]:
+def axes(where: Place, width: float = 4.2, height: float = 3.1) -> Iterator[Axes]:
     """Those that are given, or new ones whose figure is written to the file at the end."""
     try:
         from matplotlib import style
@@ -47,7 +48,7 @@ def axes(where: str | Path | Axes, width: float = 4.2, height: float = 3.1) -> I
         raise ModuleNotFoundError(
             f"drawing needs {error.name}: pip install 'gtracer-optim[lab]'", name=error.name
         ) from error
-    if not isinstance(where, str | Path):
+    if not _is_file(where):
         yield where
         return
     with style.context(["default", STYLE]):
@@ -57,12 +58,17 @@ def axes(where: str | Path | Axes, width: float = 4.2, height: float = 3.1) -> I
         figure.savefig(where, dpi=200)
 
 
-def line(found: Line, where: str | Path | Axes, **look: Any) -> Axes:
+def _is_file(where: Any) -> bool:
+    """By its path, or one that is open."""
+    return isinstance(where, str | Path) or hasattr(where, "write")
+
+
+def line(found: Line, where: Place, **look: Any) -> Axes:
     """The loss, and in a file of its own the accuracy beside it; between two models also the barrier."""
     with axes(where) as drawn:
-        drawn.plot(found.positions, found.losses, **{"color": BLUE} | look if isinstance(where, str | Path) else look)
+        drawn.plot(found.positions, found.losses, **{"color": BLUE} | look if _is_file(where) else look)
         drawn.set(xlabel=plain(found.label), ylabel="loss")
-        if isinstance(where, str | Path):
+        if _is_file(where):
             _mark_barrier(drawn, found)
             if found.accuracies is not None:
                 _add_accuracy(drawn, found)
@@ -88,7 +94,7 @@ def _add_accuracy(drawn: Axes, found: Line) -> None:
         axis.spines[side].set_color(colour)
 
 
-def surface(found: Surface, where: str | Path | Axes, *, accuracy: bool = False, **look: Any) -> Axes:
+def surface(found: Surface, where: Place, *, accuracy: bool = False, **look: Any) -> Axes:
     """Contours of the loss, or of the accuracy; the model itself is the dot in the middle."""
     import numpy
     from matplotlib.colors import LogNorm
@@ -121,7 +127,7 @@ def surface(found: Surface, where: str | Path | Axes, *, accuracy: bool = False,
     return drawn
 
 
-def density(spectra: Mapping[str, Spectrum], where: str | Path | Axes, points: int = 400) -> Axes:
+def density(spectra: Mapping[str, Spectrum], where: Place, points: int = 400) -> Axes:
     """Spectral densities on a logarithmic scale, with the largest eigenvalues as marks on the axis."""
     runs = [x for spectrum in spectra.values() for run in spectrum.runs for x in run[0]]
     if not runs:
