@@ -144,3 +144,23 @@ def test_weights_that_are_no_numbers(runs, tmp_path, capsys):
         next(trained.model.parameters()).fill_(math.nan)
     with pytest.raises(gtracer.lab.errors.LabError, match="tracer: the loss of batch 0 is nan"):
         its.measured(progress=False)
+
+
+def test_the_report_has_a_section_of_it(runs, tmp_path, capsys):
+    for name in ("tracer", "sgd"):
+        assert cli.main(["sharpness", str(runs / name), *QUICK]) == 0
+    assert cli.main(["report", str(runs), "-o", str(tmp_path / "with")]) == 0
+    page = (tmp_path / "with" / "index.html").read_text()
+    found = told(runs / "sgd" / "sharpness" / "sharpness.json")["rows"]
+    assert ">Sharpness</h2>" in page
+    for row in found:
+        assert f"{row['value']:.4g}" in page
+    table = (tmp_path / "with" / "tables" / "sharpness.md").read_text().splitlines()
+    assert table[0] == "|  | sgd | tracer | invariant |"
+    assert len(table) == 2 + len(found)
+    (runs / "sgd" / "sharpness" / "sharpness.json").write_text("[]")
+    (runs / "tracer" / "sharpness" / "sharpness.json").unlink()
+    capsys.readouterr()
+    assert cli.main(["report", str(runs), "-o", str(tmp_path / "without")]) == 0
+    assert "sharpness.json is damaged" in capsys.readouterr().err
+    assert "Sharpness</h2>" not in (tmp_path / "without" / "index.html").read_text()

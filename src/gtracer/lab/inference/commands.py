@@ -203,6 +203,7 @@ def _sharpness(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
     from gtracer.lab.inference import sharpness
+    from gtracer.lab.results.report.sharpness import NAME
 
     if chosen.points < 2:
         raise LabError(f"--points must be at least 2, got {chosen.points}")
@@ -222,7 +223,7 @@ def _sharpness(chosen: argparse.Namespace) -> None:
                 drawn[f"from-{subjects[0].name}"] = subjects[0].towards(it, chosen.points, progress)
         sharpness.write(it, found, out, drawn)
         measured.append((it.name, found))
-        console.out(f"{it.name}: {out / sharpness.NAME}", highlight=False)
+        console.out(f"{it.name}: {out / NAME}", highlight=False)
     console.print(sharpness.table(measured))
 
 

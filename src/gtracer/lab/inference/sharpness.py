@@ -21,11 +21,12 @@ from gtracer.lab.data.task import sampled
 from gtracer.lab.errors import LabError, one_line, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results import provenance
+from gtracer.lab.results.report.sharpness import FORMAT, NAME
 from gtracer.sharpness import Settings, Sharpness, picture
 
 EXAMPLES = 1000
 SPLITS = ("train", "test")
-FORMAT, NAME, FOLDER = 1, "sharpness.json", "sharpness"
+FOLDER = "sharpness"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from gtracer.lab.results.record import Record
 from gtracer.lab.results.report.figures import Picture
+from gtracer.lab.results.report.sharpness import Measured
 from gtracer.lab.results.report.svg import inlined
 from gtracer.lab.results.report.tables import NONE, Table
 from gtracer.lab.results.statistics import Results
@@ -22,7 +23,14 @@ from gtracer.lab.results.statistics import Results
 HERE = Path(__file__).parent
 
 
-def render(results: Results, table: Table, pictures: list[Picture], others: int, problems: list[str]) -> str:
+def render(
+    results: Results,
+    table: Table,
+    pictures: list[Picture],
+    others: int,
+    problems: list[str],
+    measured: Measured | None = None,
+) -> str:
     """The page as HTML. Every string of a study or a record goes through Jinja's escaping."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -41,6 +49,7 @@ def render(results: Results, table: Table, pictures: list[Picture], others: int,
         charts={name: _chart(name, picture) for name, picture in figures.items()},
         provenance=_provenance(results, others),
         problems=problems,
+        measured=measured,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         # The browser runs this script and no other, whatever a label may hold.
