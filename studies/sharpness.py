@@ -8,7 +8,8 @@ SGD, SAM, SGD-TRACER, scale-free SGD-TRACER and SGD-TRACER with the penalty of e
 values by held-out data, or what searches before have chosen. Every model of the last epoch is measured on a thousand of
 the examples that it was trained on, with the labels that it was trained on. What the folder holds is not made again;
 results.jsonl in it has a line for each model. The tables are means ± standard errors over seeds, and Spearman's rank
-correlation of each measure with the accuracy on test data over all models of a problem.
+correlation of each measure with the accuracy on test data over all models of a problem, and over all but SGD's. Each
+problem's figure has the loss of the first seed's models along a random direction and along the top eigenvector.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 import gtracer
@@ -29,6 +31,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.inference.sharpness import subject
 from gtracer.lab.results import provenance
 from gtracer.lab.training.trainer import train
+from gtracer.sharpness import Settings, eigenvectors, line
 from gtracer.sharpness.result import TEXTS
 from runs import last_rows
 
@@ -128,7 +131,7 @@ def made(name: str, asked: argparse.Namespace, tell: Callable[[str], Any]) -> li
     """The models of a problem, a row for each; those that are in the file already are not measured again."""
     problem, changes = PROBLEMS[name], {"data": asked.data} | ({"epochs": asked.epochs} if asked.epochs else {})
     changes |= {"device": asked.device} if asked.device else {}
-    folder = asked.out / name.replace(", ", "-").replace(" ", "-").replace("%", "")
+    folder = asked.out / slug(name)
     file = asked.out / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     rows = [row for row in rows if row["problem"] == name]
@@ -151,19 +154,49 @@ def made(name: str, asked: argparse.Namespace, tell: Callable[[str], Any]) -> li
 def table(rows: list[dict[str, Any]]) -> str:
     """A column for each method, a row for each measure, and what its rank tells of the accuracy."""
     heads = [f"{m}, ρ {r:g}" if r else m for m, r in {row["method"]: row["rho"] for row in rows}.items()]
-    lines = ["| | " + " | ".join(heads) + " | rank correlation |", "|" + " --- |" * (len(heads) + 2)]
-    accuracies = [row["last"]["test_accuracy"] for row in rows]
+    lines = ["| | " + " | ".join(heads) + " | rank correlation | without SGD |", "|" + " --- |" * (len(heads) + 3)]
+    others = [row for row in rows if row["method"] != "SGD"]
     lines.append(
         "| test accuracy, % | " + " | ".join(_cells(rows, lambda r: 100 * r["last"]["test_accuracy"])) + " | |"
     )
     for name, text in TEXTS.items():
         values = [row["measures"].get(name, [math.nan])[0] for row in rows]
         if all(map(math.isfinite, values)):
-            rank = f"{spearmanr(values, accuracies).statistic:+.2f}" if len(set(values)) > 1 else ""
-            lines.append(
-                f"| {text} | " + " | ".join(_cells(rows, lambda r, n=name: r["measures"][n][0])) + f" | {rank} |"
-            )
+            cells = [*_cells(rows, lambda r, n=name: r["measures"][n][0]), _rank(rows, name), _rank(others, name)]
+            escaped = text.replace("|", r"\|")
+            lines.append(f"| {escaped} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _rank(rows: list[dict[str, Any]], name: str) -> str:
+    """Spearman's, where there is something to rank."""
+    values = [row["measures"][name][0] for row in rows]
+    accuracies = [row["last"]["test_accuracy"] for row in rows]
+    several = min(len(set(values)), len(set(accuracies))) > 1
+    return f"{spearmanr(values, accuracies).statistic:+.2f}" if several else ""
+
+
+def draw(name: str, rows: list[dict[str, Any]], asked: argparse.Namespace) -> None:
+    """The loss of the first seed's models along two directions."""
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    settings = Settings(progress=False)
+    for row in (row for row in rows if row["seed"] == 0):
+        folder = asked.out / slug(name) / row["run"]
+        its = subject(gtracer.load(folder, device=asked.device or "auto"), examples=asked.examples, folder=asked.data)
+        given = (its.model, its.loss_of, its.batches)
+        _, vectors = eigenvectors(*given, top=1, settings=settings)
+        lines = line(*given, settings=settings), line(*given, vectors[0], label="top eigenvector", settings=settings)
+        for axes, found in zip(panels, lines, strict=True):
+            found.plot(axes, label=row["method"])
+    panels[0].set_title(name, loc="left")
+    panels[0].legend(frameon=False)
+    figure.savefig(asked.out / f"{slug(name)}.svg", metadata={"Date": None})
+
+
+def slug(name: str) -> str:
+    """Of a problem's folder and figure."""
+    return name.replace(", ", "-").replace(" ", "-").replace("%", "")
 
 
 def _cells(rows: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> list[str]:
@@ -189,7 +222,9 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     for name in asked.problems:
-        print(f"\n{name}\n\n{table(made(name, asked, print))}")
+        rows = made(name, asked, print)
+        print(f"\n{name}\n\n{table(rows)}")
+        draw(name, rows, asked)
 
 
 if __name__ == "__main__":
