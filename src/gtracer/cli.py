@@ -25,7 +25,15 @@ except ModuleNotFoundError as missing:  # torch alone is installed with the libr
     sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
 
 
-SAID = ("data", "model", "clip", "drop", "image_size", "weights")  # options that say themselves what happens without
+SAID = (
+    "data",
+    "model",
+    "clip",
+    "drop",
+    "image_size",
+    "weights",
+    "sharpness",
+)  # options that say themselves what happens without
 
 
 def parser() -> argparse.ArgumentParser:
@@ -315,12 +323,18 @@ def _add_option(options: Any, item: Field[Any]) -> None:
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
     if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif item.name == "sharpness":
+        options.add_argument(flag, type=_every, default=None, metavar="every=N", help=text)
     elif item.name == "betas":
         options.add_argument(flag, nargs=2, type=number, default=None, metavar="B", help=text)
     else:
         options.add_argument(
             flag, type=integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
         )
+
+
+def _every(text: str) -> Any:
+    return integer(text.removeprefix("every="))
 
 
 def _shown(value: Any) -> str:

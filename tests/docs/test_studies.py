@@ -312,3 +312,39 @@ def test_the_study_of_label_errors_runs(tmp_path):
     assert rows["the truth"]["flagged"] == 269
     assert f"| {rows['SGD']['auc']:.3f} | {100 * rows['SGD']['precision']:.1f} |" in printed
     assert study("label_errors", *words) == printed[printed.index("|") :]
+
+
+def test_the_study_of_sharpness_runs(tmp_path):
+    """One epoch, two methods; a second time nothing is made again."""
+    words = ["--problems", "digits, clean", "--methods", "SGD", "TRACER", "--epochs", "1", "--seeds", "1"]
+    words += ["--examples", "64", "--steps", "2", "--out", str(tmp_path)]
+    printed = study("sharpness", *words)
+    file = tmp_path / "results.jsonl"
+    before = file.read_bytes()
+    rows = [json.loads(line) for line in before.splitlines()]
+    assert [row["method"] for row in rows] == ["SGD", "TRACER"]
+    tuning = {r.config.rho: r.curves["holdout_accuracy"][-1] for r in records(tmp_path / "digits-clean" / "tuning")}
+    assert tuning[rows[1]["rho"]] == max(tuning.values())
+    last = Record.read(tmp_path / "digits-clean" / rows[1]["run"]).curves["test_accuracy"][-1]
+    assert rows[1]["last"]["test_accuracy"] == last
+    assert f"TRACER, ρ {rows[1]['rho']:g}" in printed
+    assert (tmp_path / "digits-clean.svg").exists()
+    again = study("sharpness", *words)
+    assert file.read_bytes() == before
+    assert again.split("digits, clean\n")[-1] == printed.split("digits, clean\n")[-1]
+
+
+def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("sharpness")
+    rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
+    assert len(rows) == 30
+    page = (ROOT / "docs" / "sharpness.md").read_text().split("## What came out")[1]
+    for problem, heading in {"digits, 50% noise": "50% label noise", "digits, clean": "clean labels"}.items():
+        printed = module.table([row for row in rows if row["problem"] == problem]).splitlines()
+        section = page.split(f"### Digits, {heading}")[1].split("###")[0]
+        shown = [line for line in section.splitlines() if line.startswith("|")]
+        assert len(shown) >= 10
+        assert set(shown) <= set(printed)
+    with_models = results.read(RECORDS / "sharpness" / "digits-runs.jsonl.xz")[0]
+    assert with_models.given >= 30

@@ -143,6 +143,9 @@ class Config:
         "torch's; compiled: torch.compile; fused: our own on a GPU, for a resnet with batch norm or a BERT",
     )
     precision: Precision = option("fp32", "of the computation; weights are fp32")
+    sharpness: Count | None = option(
+        None, "measure how sharp the loss is after every so many epochs (every=20, or 20); training stays the same"
+    )
 
     def __post_init__(self) -> None:
         values = Config.checked(vars(self))
@@ -197,7 +200,9 @@ class Config:
     @property
     def folder(self) -> str:
         """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
-        mark = hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
+        # Without an option that older runs did not have, they are called what they were called.
+        told = {name: x for name, x in self.to_mapping().items() if (name, x) != ("sharpness", None)}
+        mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 
 

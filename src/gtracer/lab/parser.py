@@ -60,6 +60,13 @@ def at_least_zero(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    value = at_least_zero(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {shown(text)}")
+    return value
+
+
 def number(text: str) -> Any:
     """A number where it is one, as above."""
     try:

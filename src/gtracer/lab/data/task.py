@@ -122,6 +122,11 @@ def stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]
     return order[~is_second[order]], order[is_second[order]]
 
 
+def sampled(n: int, most: int) -> Tensor:
+    """At most so many of n rows, at random, and the same ones whatever a run's seed is."""
+    return _shuffled(n, -2_000_000_011)[:most]
+
+
 def _chosen(inputs: Inputs, rows: Tensor) -> Inputs:
     if isinstance(inputs, Tensor):
         return inputs[rows]

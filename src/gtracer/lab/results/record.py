@@ -66,7 +66,9 @@ class Record:
         curves: One number an epoch: test_accuracy, test_loss, train_loss, memorised and recovered (of the wrongly
             labelled training examples, or the first 5,000 of them, the share given back with the wrong and with the
             true label; absent without label noise), holdout_accuracy (against labels as noisy as those to train on;
-            absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one.
+            absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one. With
+            option `sharpness` also sharpness_top, sharpness_trace, sharpness_adaptive, sharpness_gradient and
+            sharpness_trace_ratio; NaN where they were not measured.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.
         notes: What there was to say about model and data, such as how many texts were cut.

@@ -74,6 +74,11 @@ class Run:
         self.trained: Callable[[Any], Tensor] = self.processes.wrapped(self.model)
         self.evaluated: Callable[[Any], Tensor] = self.model
         if isinstance(self.model, Classifier):
+            if config.sharpness is not None and config.kernels != "torch":
+                raise LabError(
+                    f"sharpness = {config.sharpness} differentiates the encoder twice, for which kernels = "
+                    f"{config.kernels!r} are not made: use torch's"
+                )
             if config.kernels == "fused":
                 self.model.fuse_attention()
             if config.kernels != "torch":
@@ -240,6 +245,8 @@ def _refuse_what_is_not_shared(config: Config) -> None:
     for name in ("curvature", "average"):
         if getattr(config, name) not in (None, "gradient-magnitude"):
             raise LabError(f"{name} = {getattr(config, name)!r} cannot be shared by several processes: run it in one")
+    if config.sharpness is not None:
+        raise LabError(f"sharpness = {config.sharpness} cannot be shared by several processes: run it in one")
     if config.class_weights:
         raise LabError("class_weights = True cannot be shared by several processes: run it in one")
     if config.kernels == "fused":

@@ -20,6 +20,7 @@ from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.results.report import verdict
 from gtracer.lab.results.report.configuration import configuration
 from gtracer.lab.results.report.figures import Picture
+from gtracer.lab.results.report.sharpness import Measured
 from gtracer.lab.results.report.svg import inlined
 from gtracer.lab.results.report.tables import NONE, Table
 from gtracer.lab.results.statistics import Results
@@ -28,7 +29,15 @@ HERE = Path(__file__).parent
 CONFUSED = 8  # pairs of classes
 
 
-def render(results: Results, table: Table, pictures: list[Picture], others: int, problems: list[str], out: Path) -> str:
+def render(
+    results: Results,
+    table: Table,
+    pictures: list[Picture],
+    others: int,
+    problems: list[str],
+    out: Path,
+    measured: Measured | None = None,
+) -> str:
     """The page as HTML, for the folder `out`. Every string of a study or a record goes through Jinja's escaping."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -56,6 +65,7 @@ def render(results: Results, table: Table, pictures: list[Picture], others: int,
         charts={name: _chart(name, picture) for name, picture in figures.items()},
         provenance=_provenance(results, others),
         problems=problems,
+        measured=measured,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         # The browser runs this script and no other, whatever a label may hold.
