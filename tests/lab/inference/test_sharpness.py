@@ -124,7 +124,7 @@ def test_a_function_of_one_s_own(tmp_path, monkeypatch, capsys):
         (["RUN", "--steps", "0"], "must be a whole number of at least 1"),
         (["RUN", "--radius", "0"], "must be a number above 0, got '0'"),
         (["RUN", "--split", "holdout"], "invalid choice"),
-        (["no_such_module:function"], "no_such_module:function cannot be had"),
+        (["no_such_module:function"], "no_such_module:function cannot be imported"),
     ],
 )
 def test_one_clear_line(runs, words, said, capsys):
