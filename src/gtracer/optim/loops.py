@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from gtracer import tensors
 from gtracer.optim import refusals
 from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
 from gtracer.scopes import RandomState, uninterrupted
 from gtracer.tensors import Tensors
@@ -76,12 +77,13 @@ def second_pass(
     refusals.check_scope(opt, scaler)
     loop = opt._loop
     with uninterrupted() as signals, torch.no_grad():
-        around = opt._surroundings(signals)
+        around = opt._surroundings(signals, several=True)
         entered = RandomState(around.devices)
         with opt._passes(around):
             pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
-            with displaced_pass(step.params, course.place, around):
+            others_found = _others(opt, around, loss)
+            with displaced_pass(step.params, course.place, around), others_found:
                 with torch.enable_grad():
                     signals.is_open = True
                     try:
@@ -100,6 +102,22 @@ def second_pass(
                 _hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
+
+
+def _others(opt: TwoPassOptimizer, around: Surroundings, loss: Tensor | None) -> AbstractContextManager[None]:
+    """Look for parameters of other optimisers: by the model, by the loss, or else by what the first scope calls."""
+    if loss is not None:
+        around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
+    elif opt.model is None and opt._others is None:
+        return _found_once(opt, around)
+    return nullcontext()
+
+
+@contextmanager
+def _found_once(opt: TwoPassOptimizer, around: Surroundings) -> Iterator[None]:
+    with seen_in_calls(around):
+        yield
+    opt._others = remembered(around.others)
 
 
 def _begun(

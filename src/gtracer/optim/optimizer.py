@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
-from gtracer.optim import directions, executors, loops, posterior, processes, refusals
+from gtracer.optim import directions, executors, loops, others, posterior, processes, refusals
 from gtracer.optim.auto import AUTO, IS_AUTO, LOG_RHO, Controller, held_out_loss, place_of
 from gtracer.optim.evaluate import (
     Call,
@@ -138,6 +138,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
         self._copies = Copies()
         self._held = Held(self)
+        self._seeks = True  # whether the loss may reach parameters that are neither ours nor the model's
+        self._others: others.Memory | None = None  # what was found of them where no model tells
         self._place = place_of(self)  # of a ρ that lives on the device
 
     # What everybody may ask.
@@ -305,7 +307,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
-        around = self._surroundings(signals, begins=call.closure is not None)
+        several = call.parts is not None or call.each or self.method.parts is not None
+        around = self._surroundings(signals, begins=call.closure is not None, several=several)
+        sought = around.seeks
         possible = any(device.type in FUSED_ON for device in around.devices)
         fuse = (possible or self.implementation == "fused") and self._fuses(call, around)
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
@@ -325,6 +329,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.told,
                 )
+        if sought and self.model is not None:  # which may hold all that the loss reaches
+            self._seeks = len(around.others) > around.in_model
+        elif sought and several:  # known beforehand, they keep what they had
+            self._others = others.remembered(around.others)
         if self._drawn is None and not is_capturing():  # a step has been made, whoever drew in it
             self._drawn = around.random, around.random
         return step
@@ -437,12 +445,20 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         finally:
             loop.busy = False
 
-    def _surroundings(self, signals: Signals, *, begins: bool = False) -> Surroundings:
+    def _surroundings(self, signals: Signals, *, begins: bool = False, several: bool = False) -> Surroundings:
         """What passes find; random numbers begin here, or where the loop has marked it."""
         params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
         start = RandomState(devices) if begins else self._loop.mark
-        return Surroundings(params, devices, self.model, self._copies, start, begins, signals)
+        around = Surroundings(params, devices, self.model, self._copies, start, begins, signals)
+        if several or self.second_pass_due:  # a step of one pass leaves others what it should
+            around.seeks = self._seeks
+            if self.model is not None:
+                around.others = others.in_model(self.model, params)
+                around.in_model = len(around.others)
+            elif several:
+                around.others = others.recalled(self._others or (), params)
+        return around
 
     def _evaluator(self, call: Call, around: Surroundings, *, due: bool | None = None) -> Evaluator:
         """How this batch's passes are made."""
