@@ -66,6 +66,21 @@ def moved(params: Tensors, displacement: Tensors, again: Callable[[], Tensors]) 
             torch._foreach_sub_(params, again())
 
 
+# What the pass under way finds, where it is not a step's first over its batch. Set by who makes it.
+passes_again: ContextVar[Any] = ContextVar("passes_again", default=None)
+
+
+def second_pass() -> bool:
+    """Whether the code that asks is run in a further pass over the same batch, at displaced weights.
+
+    What is counted or logged once for each batch asks this first: a metric, the tokens seen, `self.log`.
+
+    >>> second_pass()
+    False
+    """
+    return passes_again.get() is not None
+
+
 class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 

@@ -24,6 +24,7 @@ from gtracer.scopes import (
     RandomState,
     Signals,
     displaced,
+    passes_again,
     replayed_random,
 )
 from gtracer.tensors import Tensors
@@ -136,9 +137,11 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
     with scope, replayed_random(around.random, around.devices) as around.drawn:
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
+        told = passes_again.set(around)
         try:
             yield
         finally:
+            passes_again.reset(told)
             if statistics is not None:
                 statistics.restore()
             if around.aside:

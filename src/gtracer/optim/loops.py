@@ -14,7 +14,7 @@ from gtracer.optim import refusals
 from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
 from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
-from gtracer.scopes import RandomState, uninterrupted
+from gtracer.scopes import RandomState, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Loop:
 class Pending:
     """A step between its first pass and `step()`."""
 
-    def __init__(self, step: Step, course: Course) -> None:
-        self.step, self.course = step, course
+    def __init__(self, step: Step, course: Course, joint: Step | None = None) -> None:
+        self.step, self.course, self.joint = step, course, joint  # the last, where several optimisers share the passes
         self.leave()
 
     def leave(self) -> None:
@@ -99,7 +99,7 @@ def second_pass(
             if course.place is None:
                 step.penalty, step.renewed = course.found, course.found is not None
                 opt._conclude(step)
-                _hand_over(step, scaler)
+                hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
 
@@ -127,6 +127,8 @@ def _begun(
     if scaler is not None:
         unscale(around.params, scaler)
     step = opt._begin(First(loss), due=opt.second_pass_due)
+    if (outer := passes_again.get()) is not None:
+        refusals.check_apart(around.params, outer.others)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
     opt._look_at_held_out_data(step, around)
@@ -135,7 +137,7 @@ def _begun(
     return Pending(step, course)
 
 
-def _hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
+def hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
     """Leave the total where the caller's loop may clip it; what f is to learn from stays as it is."""
     if scaler is not None:
         scale(step.params, scaler)

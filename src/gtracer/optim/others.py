@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gtracer import tensors
-from gtracer.optim import processes
+from gtracer import scopes, tensors
+from gtracer.optim import processes, refusals
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ def seen_in_calls(around: Surroundings) -> Iterator[None]:
         # torch.compile would trace the hook into the model.
         if not torch.compiler.is_compiling() and threading.get_ident() == thread:
             found: list[Tensor] = [p for p in module.parameters() if id(p) not in known]
+            if (inner := scopes.passes_again.get()) is not around:
+                refusals.check_apart(inner.params, found)
             known.update(map(id, found))
             around.others.extend(found)
             put_aside(around, found)

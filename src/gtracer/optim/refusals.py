@@ -12,6 +12,7 @@ from gtracer import checks, scopes, tensors
 from gtracer.optim import processes
 from gtracer.optim.methods import TraceRatio
 from gtracer.optim.step import COUNT
+from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
     from gtracer.optim.evaluate import Call, Surroundings
@@ -78,6 +79,15 @@ def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> N
         )
     if opt._loop.pending is not None and opt._loop.pending.is_made:
         raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
+
+
+def check_apart(params: Tensors, others: Tensors) -> None:
+    """Refuse a second pass inside that of another optimiser, which knows the parameters as another's."""
+    if {id(p) for p in others} & set(map(id, params)):
+        raise RuntimeError(
+            "perturbed() inside that of another optimiser over the same model: let the two share their passes, with "
+            "joint_perturbed([one, other]), or joint_step([one, other], closure)"
+        )
 
 
 def check_pass_in_scope(around: Surroundings, entered: RandomState) -> None:
