@@ -17,6 +17,7 @@ from gtracer.optim import processes
 from gtracer.optim.others import PooledGradients, differentiate, put_aside, put_back
 from gtracer.optim.parts import Parts, shared
 from gtracer.optim.step import Place
+from gtracer.optim.watch import Probe, Watch
 from gtracer.scopes import (
     Buffers,
     Copies,
@@ -88,6 +89,8 @@ class Surroundings:
     in_model: int = 0  # how many of them are the model's
     seeks: bool = False  # whether the loss is asked for more of them
     pooled: PooledGradients | None = None  # theirs, where a batch is taken in parts
+    watch: Watch | None = None  # of gradients in the caller's hands, in the first steps
+    probe: Probe | None = None  # of gradients that the caller has accumulated before
     aside: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients of theirs, during a pass
 
     def clear(self) -> None:
@@ -158,10 +161,15 @@ def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
 def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
     around.clear()
+    if around.probe is not None:
+        around.probe.lay()
     with torch.enable_grad():
         around.signals.is_open = True
         try:
             loss = loss_of()
+            if around.probe is not None:
+                around.probe.check()
+                around.probe = None
             before = all(p.grad is None for p in around.params)  # it is still to be differentiated
             if around.seeks and isinstance(loss, Tensor):
                 found = tensors.leaves(loss, besides=[*around.params, *around.others])
@@ -171,6 +179,8 @@ def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp
             if before:
                 checks.loss(loss, "step(closure)")
                 (loss if scaler is None else scaler.scale(loss)).backward()
+            elif around.watch is not None:
+                around.watch.look()
         finally:
             around.signals.is_open = False
     if all(p.grad is None for p in around.params):

@@ -193,7 +193,7 @@ class Team:
         joint = self.joint(steps)
         course = Course(self.displaced(joint, safely=scaler is not None and around.model is None))
         course.proceed()
-        return [Pending(step, course, joint) for step in steps]
+        return [Pending(step, course, is_scaled=scaler is not None, joint=joint) for step in steps]
 
     def joint(self, steps: list[Step]) -> Step:
         """What the passes are made for: all slices of those that are due."""

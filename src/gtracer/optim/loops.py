@@ -12,8 +12,10 @@ from torch import Tensor
 from gtracer import tensors
 from gtracer.optim import refusals
 from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.methods import TraceRatio
 from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
+from gtracer.optim.watch import is_scaler_s_step
 from gtracer.scopes import RandomState, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
@@ -49,8 +51,9 @@ class Loop:
 class Pending:
     """A step between its first pass and `step()`."""
 
-    def __init__(self, step: Step, course: Course, joint: Step | None = None) -> None:
-        self.step, self.course, self.joint = step, course, joint  # the last, where several optimisers share the passes
+    def __init__(self, step: Step, course: Course, *, is_scaled: bool, joint: Step | None = None) -> None:
+        self.step, self.course, self.is_scaled = step, course, is_scaled
+        self.joint = joint  # where several optimisers share the passes
         self.leave()
 
     def leave(self) -> None:
@@ -79,6 +82,9 @@ def second_pass(
     with uninterrupted() as signals, torch.no_grad():
         around = opt._surroundings(signals, several=True)
         entered = RandomState(around.devices)
+        watch, opt._watch = opt._watch, None
+        if watch is not None:
+            watch.look()
         with opt._passes(around):
             pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
@@ -91,6 +97,8 @@ def second_pass(
                     finally:
                         signals.is_open = False
                 refusals.check_pass_in_scope(around, entered)
+                if watch is not None:
+                    watch.look()
                 if scaler is not None:
                     unscale(around.params, scaler)
             if course.place is not None:
@@ -99,6 +107,8 @@ def second_pass(
             if course.place is None:
                 step.penalty, step.renewed = course.found, course.found is not None
                 opt._conclude(step)
+                if watch is not None:
+                    opt._heed(watch, step)
                 hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
@@ -134,7 +144,7 @@ def _begun(
     opt._look_at_held_out_data(step, around)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
-    return Pending(step, course)
+    return Pending(step, course, is_scaled=scaler is not None)
 
 
 def hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
@@ -153,6 +163,11 @@ def passes_made(opt: TwoPassOptimizer) -> Step:
         step = opt._begin(First(None), due=False)
         drive(opt.method.passes(step, opt.rule, safely=False), _no_pass)
         return step
+    if isinstance(opt.method, TraceRatio) and not pending.is_scaled and is_scaler_s_step():
+        raise RuntimeError(
+            "scaler.step(opt) after perturbed() without scaler=: the gradients were scaled where they should not be, "
+            "so that ρ, δ and f meant something else. Write perturbed(scaler=scaler)"
+        )
     if pending.course.place is not None:
         raise RuntimeError("step() after one of two passes: a central difference needs a second perturbed() scope")
     pending.step.drop_parameters_without_gradient()

@@ -39,6 +39,7 @@ from gtracer.optim.rules import Rule
 from gtracer.optim.stats import Stats, Verdict
 from gtracer.optim.step import COUNT, Slice, Step, combine, drive
 from gtracer.optim.transforms import Clip, Transform
+from gtracer.optim.watch import CLIPPED, Probe, Watch
 from gtracer.penalty import NONFINITE
 from gtracer.scopes import Copies, RandomState, Signals, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
@@ -139,6 +140,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._copies = Copies()
         self._held = Held(self)
         self._seeks = True  # whether the loss may reach parameters that are neither ours nor the model's
+        # SAM's direction has no length, and its total is the second gradient: as it is clipped or scaled.
+        self._watches = isinstance(
+            self.method, TraceRatio
+        )  # what the caller does with gradients between passes; after a step it is known
+        self._watch: Watch | None = None  # of a loop of the caller's own
+        self._unclipped: Verdict | None = None  # of the last step, where the caller writes into gradients
+        self._small: Tensor | None = None  # the smallest parameter that is trained
+        self._left: tuple[Tensor | None, int] = None, 0  # its gradient, as the last step has left it
         self._others: others.Memory | None = None  # what was found of them where no model tells
         self._place = place_of(self)  # of a ρ that lives on the device
 
@@ -239,6 +248,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if not self._loop.busy:
             self._loop = loops.Loop(RandomState(self._devices()))
+            if self._watches:
+                self._begin_watch()
 
     def step(
         self,
@@ -310,6 +321,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         several = call.parts is not None or call.each or self.method.parts is not None
         around = self._surroundings(signals, begins=call.closure is not None, several=several)
         sought = around.seeks
+        if call.closure is not None:
+            if self._watches:
+                refusals.check_scaler()
+                around.watch = self._begin_watch()
+            small, (left, version) = self._small, self._left
+            if small is None or ((g := small.grad) is not None and (g is not left or g._version != version)):
+                around.probe = self._probe_of(around.params)
         possible = any(device.type in FUSED_ON for device in around.devices)
         fuse = (possible or self.implementation == "fused") and self._fuses(call, around)
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
@@ -322,6 +340,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 step = executors.in_parts(self, call, around)
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
+            if around.watch is not None:
+                self._heed(around.watch, step)
             if what := self._nonfinite(step, call, around):
                 self.stats = step.stats
                 raise NonFiniteError(
@@ -428,6 +448,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             group[COUNT] += 1
         if self.stats is not None and self.rule.keeps_average:
             self.stats.count_damped = self._damped_share
+        if self._small is None:
+            self._small = min(step.params, key=Tensor.numel, default=None)
+        if self._small is not None and (left := self._small.grad) is not None:
+            self._left = left, left._version
 
     # What it consists of.
 
@@ -444,6 +468,40 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 yield
         finally:
             loop.busy = False
+            if self._watch is not None and around.begins:
+                self._watch.remove()
+
+    def _begin_watch(self) -> Watch | None:
+        """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
+        if self._watch is not None:
+            self._watch.remove()
+        self._hear_clipping()
+        # Of several processes each writes the mean into what backward() has left.
+        several = distributed.is_available() and distributed.is_initialized() and processes.count(self.model) > 1
+        self._watch = None if several or is_capturing() else Watch(self._params())
+        return self._watch
+
+    def _heed(self, watch: Watch, step: Step) -> None:
+        """Refuse gradients that were clipped pass by pass; where nobody writes into them, look no further."""
+        watch.remove()
+        self._watch = None
+        if watch.has_compared and watch.has_written:
+            waits, self._unclipped = self._unclipped is None, watch.verdict()
+            if waits:
+                self._hear_clipping()
+        elif step.due:
+            self._watches = False
+
+    def _hear_clipping(self) -> None:
+        """What was found in the last step; only in the first somebody waits for it."""
+        if self._unclipped is not None and not self._unclipped.is_healthy:
+            self._unclipped = None
+            raise RuntimeError(CLIPPED)
+
+    def _probe_of(self, params: Tensors) -> Probe | None:
+        """Look at gradients that nobody here has left; they will be forgotten."""
+        found = next((p for p in params if p.grad is not None and not tensors.is_sharded(p)), None)
+        return None if found is None else Probe(found)
 
     def _surroundings(self, signals: Signals, *, begins: bool = False, several: bool = False) -> Surroundings:
         """What passes find; random numbers begin here, or where the loop has marked it."""

@@ -12,6 +12,7 @@ from gtracer import checks, scopes, tensors
 from gtracer.optim import processes
 from gtracer.optim.methods import TraceRatio
 from gtracer.optim.step import COUNT
+from gtracer.optim.watch import is_scaler_s_step
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -87,6 +88,15 @@ def check_apart(params: Tensors, others: Tensors) -> None:
         raise RuntimeError(
             "perturbed() inside that of another optimiser over the same model: let the two share their passes, with "
             "joint_perturbed([one, other]), or joint_step([one, other], closure)"
+        )
+
+
+def check_scaler() -> None:
+    """Refuse a closure that a GradScaler brings."""
+    if is_scaler_s_step():
+        raise RuntimeError(
+            "scaler.step(opt, closure): the optimiser would take the scaled gradients for the loss's. Write "
+            "opt.step(closure, scaler=scaler) and scaler.update()"
         )
 
 
