@@ -209,6 +209,19 @@ def test_refused_with_automatic_optimisation(kind, options, message):
     agree(weights(module), before, 0)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gradient_clip_val": 0.01}, "gradient_clip_val"), ({"accumulate_grad_batches": 2}, "accumulate_grad_batches")],
+)
+def test_refused_without_the_callback(options, message):
+    """By the optimiser itself, before anything was trained."""
+    module = Automatic()
+    before = weights(module).clone()
+    with pytest.raises(RuntimeError, match=message):
+        fit(module, callbacks=[], **options)
+    assert torch.equal(weights(module), before)
+
+
 def test_other_optimisers_may_do_all_of_it():
     module = Automatic()
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
