@@ -13,6 +13,7 @@ from support.gloo import together
 
 lightning = pytest.importorskip("lightning")
 
+import torchmetrics  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from gtracer.integrations.lightning import TracerCallback, manual_step  # noqa: E402
@@ -220,6 +221,59 @@ def test_refused_without_the_callback(options, message):
     with pytest.raises(RuntimeError, match=message):
         fit(module, callbacks=[], **options)
     assert torch.equal(weights(module), before)
+
+
+class Counting(Automatic):
+    """Counts and logs in its training step, as people do."""
+
+    def __init__(self, maker=None, **own):
+        super().__init__(**own)
+        self.maker = maker
+        self.accuracy, self.mean = torchmetrics.classification.MulticlassAccuracy(2), torchmetrics.MeanMetric()
+        self.calls, self.told, self.sums = 0, [], {"examples": 0}
+        self.own["model"] = self.net
+
+    def training_step(self, batch, index):
+        logits = self.net(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.calls += 1
+        self.told.append(float(loss))
+        self.sums["examples"] += len(batch[1])
+        self.mean.update(loss.detach())
+        self.accuracy(logits, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return super().configure_optimizers() if self.maker is None else self.maker(self.net.parameters())
+
+
+class CountingByHand(Counting):
+    def __init__(self, *args, **own):
+        super().__init__(*args, **own)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        manual_step(self, lambda *batch: Counting.training_step(self, batch, index), [batch])
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingByHand])
+def test_what_a_training_step_counts_is_that_of_the_first_pass(kind):
+    """Without a learning rate all is as with torch's SGD."""
+    ours = kind(lambda p: SGDTracer(p, lr=0.0, rho=0.05))
+    theirs = Counting(lambda p: torch.optim.SGD(p, lr=0.0))
+    trainers = [fit(module) for module in (ours, theirs)]
+    assert ours.calls == theirs.calls == STEPS
+    assert ours.told == theirs.told
+    assert ours.sums == theirs.sums == {"examples": STEPS * BATCH}
+    assert torch.equal(ours.mean.compute(), theirs.mean.compute())
+    found, expected = (
+        {name: x for name, x in trainer.callback_metrics.items() if "tracer" not in name} for trainer in trainers
+    )
+    assert {"loss_epoch", "accuracy"} <= found.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not {"log", "training_step"} & vars(ours).keys()
 
 
 def test_other_optimisers_may_do_all_of_it():
