@@ -246,9 +246,15 @@ class PooledStatistics:
 
 
 class RandomState:
-    """The state of torch's random number generators: the CPU's and those of the given devices."""
+    """The state of torch's random number generators: the CPU's and those of the given devices.
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    Args:
+        devices: Of which the state is taken too.
+        others: Also take that of Python's `random` and of `numpy.random`, which takes longer.
+    """
+
+    def __init__(self, devices: set[torch.device], *, others: bool = False) -> None:
+        self.others = (random.getstate(), numpy_state()) if others else None
         self._cpu = torch.get_rng_state()
         # "meta" has no generator and draws nothing; a graph under capture may not be asked.
         asked = [d for d in devices if d.type not in ("cpu", "meta") and not is_capturing()]
@@ -258,6 +264,8 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             _generator(device).set_rng_state(state, *_index(device))
+        if self.others is not None:
+            restore_others(*self.others)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
@@ -279,17 +287,13 @@ class AllRandomness:
     """
 
     def __init__(self, devices: set[torch.device], generators: list[torch.Generator]) -> None:
-        self._torch = RandomState(devices)
+        self._torch = RandomState(devices, others=True)
         self._others = [(generator, generator.get_state()) for generator in generators]
-        self._python, self._numpy = random.getstate(), _numpy_state()
 
     def restore(self) -> None:
         self._torch.restore()
         for generator, state in self._others:
             generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 def generators_of(batches: Any) -> list[torch.Generator]:
@@ -305,10 +309,29 @@ def _samplers(batches: Any) -> Iterator[Any]:
             yield from _samplers(inner)
 
 
-def _numpy_state() -> Any:
-    """Only where somebody uses it."""
+def numpy_state() -> Any:
+    """That of `numpy.random`, where somebody uses it."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
+
+
+def restore_others(python: Any, numpy: Any) -> None:
+    """Put the state of Python's and NumPy's random numbers back."""
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def have_moved(others: tuple[Any, Any]) -> bool:
+    """Whether anybody has drawn from Python's or NumPy's random numbers since."""
+    python, numpy = others
+    now = numpy_state()
+    same = now is None if numpy is None else all(map(_same, numpy, now))
+    return not same or random.getstate() != python
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
 
 
 def is_capturing() -> bool:
@@ -337,7 +360,7 @@ def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[
         with drawing_from(twin):
             yield None
         return
-    after = RandomState(devices)
+    after = RandomState(devices, others=state.others is not None)
     state.restore()
     try:
         yield after

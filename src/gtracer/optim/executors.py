@@ -102,7 +102,7 @@ def _pooled(
     pool, statistics, last = Pool(), PooledStatistics(opt.model), Step([])
     pooled = PooledGradients(around)
     for share, part in parts:
-        here = replace(around, random=RandomState(around.devices))
+        here = replace(around, random=RandomState(around.devices, others=around.random.others is not None))
         alone = replace(call, batch=part, parts=None)
         with statistics.part(share), pooled.part(share):
             last = opt._penalised(opt._evaluator(alone, here, due=due), alone, start=start)
@@ -125,7 +125,7 @@ def _start_of_each(
     fresh = [g for g in opt.param_groups if _is_fresh(opt.rule, g["params"])]
     if not any(isinstance(opt.hyperparameters(group)["f0"], str) for group in fresh):
         return None
-    begin = RandomState(around.devices)
+    begin = RandomState(around.devices, others=around.random.others is not None)
     with frozen_statistics(Buffers(opt.model)):
         pool, _ = _pooled(opt, call, around, parts, due=False)
     begin.restore()

@@ -155,7 +155,7 @@ class Team:
         """What the passes find, and have to leave."""
         params = [p for opt in self.optimizers for p in opt._params()]
         devices = {p.device for p in params}
-        start = RandomState(devices) if begins else self.lead._loop.mark
+        start = RandomState(devices, others=True) if begins else self.lead._loop.mark
         models = list(dict.fromkeys(opt.model for opt in self.optimizers if opt.model is not None))
         model = nn.ModuleList(models) if len(models) > 1 else next(iter(models), None)
         copies = Copies() if len(models) > 1 else self.lead._copies

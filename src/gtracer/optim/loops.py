@@ -16,7 +16,7 @@ from gtracer.optim.methods import TraceRatio
 from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
 from gtracer.optim.watch import is_scaler_s_step
-from gtracer.scopes import RandomState, passes_again, uninterrupted
+from gtracer.scopes import RandomState, have_moved, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def second_pass(
         if watch is not None:
             watch.look()
         with opt._passes(around):
+            if opt._replays is None and opt.second_pass_due and around.random.others is not None:
+                opt._replays = have_moved(around.random.others)
             pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
             others_found = _others(opt, around, loss)

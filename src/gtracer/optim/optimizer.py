@@ -33,6 +33,7 @@ from gtracer.optim.evaluate import (
     scale,
     sum_over,
 )
+from gtracer.optim.losses import LOOKED, Losses
 from gtracer.optim.methods import Method, TraceRatio, note_curvature
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
@@ -41,7 +42,7 @@ from gtracer.optim.step import COUNT, Slice, Step, combine, drive
 from gtracer.optim.transforms import Clip, Transform
 from gtracer.optim.watch import CLIPPED, Probe, Watch
 from gtracer.penalty import NONFINITE
-from gtracer.scopes import Copies, RandomState, Signals, is_capturing, uninterrupted
+from gtracer.scopes import Copies, RandomState, Signals, have_moved, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
 
 FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can make a step
@@ -133,7 +134,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Start anew with what is not in the state."""
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
-        self._loop = loops.Loop(RandomState(self._devices()))
+        self._replays: bool | None = None  # random numbers of Python and NumPy, where the closure draws any
+        self._looks = LOOKED  # steps in which the losses of both passes are still compared
+        self._loop = loops.Loop(RandomState(self._devices(), others=True))
         self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
         self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
@@ -247,7 +250,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
         super().zero_grad(set_to_none)
         if not self._loop.busy:
-            self._loop = loops.Loop(RandomState(self._devices()))
+            self._loop = loops.Loop(RandomState(self._devices(), others=self._replays is not False))
             if self._watches:
                 self._begin_watch()
 
@@ -368,6 +371,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Both passes over a batch, or over a part of it."""
         with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
             found = evaluator.first()
+        if self._replays is None and evaluator.due and (others := evaluator.around.random.others) is not None:
+            self._replays = have_moved(others)
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if self.controller is not None and self.controller.held_out is not None:
             self._look_at_held_out_data(step, evaluator.around)
@@ -381,7 +386,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
         if step.evaluation is not None:
             step.drop_graph()
-        step.penalty = drive(passes, partial(evaluator.at, step.params))
+        losses = self._losses_of(step, evaluator, call) if self._looks and step.due else None
+        step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
+        if losses is not None and not losses.check():
+            self._looks = 0
         step.renewed = step.penalty is not None
         if not is_capturing():
             begun = evaluator.around.random
@@ -471,14 +479,23 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             if self._watch is not None and around.begins:
                 self._watch.remove()
 
+    def _losses_of(self, step: Step, evaluator: Evaluator, call: Call) -> Losses | None:
+        """Look at the losses of this step, where they can be told from each other."""
+        method = self.method
+        if not isinstance(method, TraceRatio) or not method.is_plain or call.each or step.compared is not None:
+            return None
+        if is_capturing() or processes.count(self.model) > 1:
+            return None
+        self._looks -= 1
+        return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0])
+
     def _begin_watch(self) -> Watch | None:
         """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
         if self._watch is not None:
             self._watch.remove()
         self._hear_clipping()
         # Of several processes each writes the mean into what backward() has left.
-        several = distributed.is_available() and distributed.is_initialized() and processes.count(self.model) > 1
-        self._watch = None if several or is_capturing() else Watch(self._params())
+        self._watch = None if processes.count(self.model) > 1 or is_capturing() else Watch(self._params())
         return self._watch
 
     def _heed(self, watch: Watch, step: Step) -> None:
@@ -507,7 +524,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """What passes find; random numbers begin here, or where the loop has marked it."""
         params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
-        start = RandomState(devices) if begins else self._loop.mark
+        start = RandomState(devices, others=self._replays is not False) if begins else self._loop.mark
         around = Surroundings(params, devices, self.model, self._copies, start, begins, signals)
         if several or self.second_pass_due:  # a step of one pass leaves others what it should
             around.seeks = self._seeks
