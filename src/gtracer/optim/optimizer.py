@@ -9,6 +9,7 @@ here, once.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -132,6 +133,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Start anew with what is not in the state."""
+        # Lightning's and Fabric's wrappers inherit from this class and read the attributes of what they wrap, but what
+        # a method writes would stay in the wrapper.
+        self._itself = weakref.ref(self)
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
         self._replays: bool | None = None  # random numbers of Python and NumPy, where the closure draws any
@@ -248,6 +252,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
+        if (itself := self._itself()) is not self and itself is not None:
+            itself.zero_grad(set_to_none)
+            return
         super().zero_grad(set_to_none)
         if not self._loop.busy:
             self._loop = loops.Loop(RandomState(self._devices(), others=self._replays is not False))
@@ -313,6 +320,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
+        if (itself := self._itself()) is not self and itself is not None:
+            return itself.perturbed(scaler, loss=loss)
         self._loop.drop_abandoned()
         refusals.check_scope(self, scaler)
         return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
@@ -615,7 +624,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         checks.hyperparameters(self.hyperparameters(complete))
         self.rule.check_group(complete)
         for label, p in checks.labelled(complete):
-            refusals.check_parameter(self.method, label, p)
+            if (
+                p.requires_grad
+            ):  # one that is frozen may be of any kind; where it is trained later, it is looked at then
+                refusals.check_parameter(self.method, label, p)
         return complete
 
     def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def check_parameter(method: Method, label: str, p: Tensor) -> None:
     if not exact and p.is_floating_point() and torch.finfo(p.dtype).bits < 32:
         raise ValueError(
             f"{label} is {p.dtype}, whose rounding swallows the displacement of the second pass: keep the weights "
-            "in float32 and let torch.autocast compute in low precision"
+            "in float32 and let torch.autocast compute in low precision (transformers loads a checkpoint as it is: "
+            "from_pretrained(…, dtype=torch.float32), and bf16=True in the TrainingArguments)"
         )
 
 
