@@ -247,3 +247,29 @@ def test_the_body_trains_as_by_itself():
         for _ in range(3):
             opt.step(setting.loss)
     assert torch.equal(one.net.body[0].weight, two.net.body[0].weight)
+
+
+@pytest.mark.parametrize("given", ["model", "none"])
+@pytest.mark.parametrize("way", ["closure", "parts", "scope"])
+def test_sparse_gradients(way, given):
+    """Of an embedding that SparseAdam trains."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    x, y = torch.randint(9, (12, 2)), torch.randint(3, (12,))
+    opt = SGDTracer(net[2].parameters(), lr=0.1, rho=0.3, **({"model": net} if given == "model" else {}))
+    other = torch.optim.SparseAdam(net[0].parameters(), lr=0.1)
+    for _ in range(2):
+        net.zero_grad()
+        (expected,) = torch.autograd.grad(cross_entropy(net(x), y), net[0].weight)
+        if way == "scope":
+            opt.zero_grad()
+            cross_entropy(net(x), y).backward()
+            with opt.perturbed():
+                cross_entropy(net(x), y).backward()
+            opt.step()
+        elif way == "parts":
+            opt.step(lambda x, y: cross_entropy(net(x), y), batches=[(x[:3], y[:3]), (x[3:], y[3:])])
+        else:
+            opt.step(lambda: cross_entropy(net(x), y))
+        torch.testing.assert_close(net[0].weight.grad.to_dense(), expected.to_dense())
+        other.step()

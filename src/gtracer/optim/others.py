@@ -100,7 +100,8 @@ class PooledGradients:
             if p.grad is not self._start.get(p):
                 self._cleared.add(p)
             if p.grad is not None:
-                self._mean[p] = share * p.grad + self._mean.get(p, 0)
+                gradient = share * p.grad
+                self._mean[p] = self._mean[p] + gradient if p in self._mean else gradient  # sparse ones know no 0
 
     def meet(self, found: Tensors) -> None:
         """Be told of more of them, before the pass has left them anything."""
