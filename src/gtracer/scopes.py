@@ -70,6 +70,10 @@ def moved(params: Tensors, displacement: Tensors, again: Callable[[], Tensors]) 
 passes_again: ContextVar[Any] = ContextVar("passes_again", default=None)
 
 
+# Whether a closure that gives None without a backward pass wants no step. Elsewhere it has forgotten its return.
+skips: ContextVar[bool] = ContextVar("skips", default=False)
+
+
 def second_pass() -> bool:
     """Whether the code that asks is run in a further pass over the same batch, at displaced weights.
 

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gtracer import Clip, FiniteDifference, SGDTracer
+import gtracer
+from gtracer import Clip, FiniteDifference, RhoScheduler, SGDTracer, linear_warmup
 from support.gloo import together
 
 lightning = pytest.importorskip("lightning")
@@ -274,6 +275,45 @@ def test_what_a_training_step_counts_is_that_of_the_first_pass(kind):
     assert {"loss_epoch", "accuracy"} <= found.keys()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not {"log", "training_step"} & vars(ours).keys()
+
+
+class Skipping(Automatic):
+    """Wants no step on every third batch; in the second pass of the fifth it finds out late."""
+
+    def training_step(self, batch, index):
+        if index % 3 == 2 or (index == 4 and gtracer.second_pass()):
+            return None
+        return self.loss_of(*batch)
+
+
+def test_a_training_step_that_returns_none_skips_the_step():
+    fit(module := Skipping())
+    expected = Automatic()
+    opt = expected.configure_optimizers()
+    for i, batch in enumerate(zip(*(t.split(BATCH) for t in data()), strict=True)):
+        torch.manual_seed(i)
+        if i not in (2, 4, 5):
+            opt.step(lambda batch=batch: expected.loss_of(*batch))
+    agree(weights(module), weights(expected))
+    assert module.trainer.optimizers[0].steps == opt.steps == STEPS - 3
+
+
+class Scheduled(Automatic):
+    def configure_optimizers(self):
+        opt = super().configure_optimizers()
+        schedules = [RhoScheduler(opt, linear_warmup(4)), torch.optim.lr_scheduler.StepLR(opt, 3)]
+        return [opt], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+
+    def on_train_batch_start(self, batch, index):
+        super().on_train_batch_start(batch, index)
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.seen = [*getattr(self, "seen", []), (group["rho"], group["lr"])]
+
+
+def test_a_schedule_of_rho_beside_that_of_the_learning_rate():
+    fit(module := Scheduled())
+    assert [rho for rho, _ in module.seen] == pytest.approx([0.05 * min(1, (i + 1) / 4) for i in range(STEPS)])
+    assert [lr for _, lr in module.seen] == pytest.approx([0.1 * 0.1 ** (i // 3) for i in range(STEPS)])
 
 
 def test_other_optimisers_may_do_all_of_it():

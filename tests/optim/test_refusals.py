@@ -361,3 +361,16 @@ def test_frozen_weights_may_be_of_any_kind(dtype):
     with pytest.raises(ValueError, match="is complex" if dtype.is_complex else "keep the weights in float32"):
         opt.step(lambda: (trained * frozen.real.float()).square().sum())
     refused(lambda: SGDTracer([frozen, trained], rho=0.1), "parameter 0", dtype)
+
+
+def test_a_lazy_module_has_to_see_a_batch_first():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="on one batch before"):
+        SGDTracer(net.parameters(), rho=0.1)
+    net(torch.ones(2, 4))
+    SGDTracer(net.parameters(), rho=0.1).step(lambda: net(torch.ones(2, 4)).square().mean())
+
+
+def test_a_closure_that_forgets_its_return_is_told():
+    with pytest.raises((RuntimeError, ValueError), match="loss"):
+        SGDTracer([weight()], rho=0.1).step(lambda: None)

@@ -18,7 +18,7 @@ except ImportError:  # the package's older name
 from gtracer.integrations.records import held
 from gtracer.optim import TwoPassOptimizer
 from gtracer.optim.parts import shared
-from gtracer.scopes import second_pass
+from gtracer.scopes import second_pass, skips
 
 LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 
@@ -34,7 +34,7 @@ class TracerCallback(Callback):
 
     `tracer/loss` is the loss at the weights of the step. What `training_step` logs and counts is that of the first
     pass: in the second the callback lets nothing be logged, and holds the module's numbers, lists, dictionaries and
-    metrics (`torchmetrics`).
+    metrics (`torchmetrics`). A `training_step` that returns None skips the step, as it does with other optimisers.
 
     Args:
         every_n_steps: Reading the numbers waits for the device.
@@ -81,7 +81,9 @@ class TracerCallback(Callback):
 
             def step_once(*args: Any, **words: Any) -> Any:
                 with held(pl_module) if second_pass() else nullcontext():
-                    return training_step(*args, **words)
+                    found = training_step(*args, **words)
+                skips.set(found is None and pl_module.automatic_optimization)
+                return found
 
             pl_module.log, pl_module.training_step = log_once, step_once  # type: ignore[method-assign]
 
@@ -89,6 +91,7 @@ class TracerCallback(Callback):
         """The module's own methods again."""
         for name in ("log", "training_step"):
             vars(pl_module).pop(name, None)
+        skips.set(False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Hand the last step's numbers to the module's log."""

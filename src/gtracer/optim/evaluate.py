@@ -27,6 +27,7 @@ from gtracer.scopes import (
     displaced,
     passes_again,
     replayed_random,
+    skips,
 )
 from gtracer.tensors import Tensors
 
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from gtracer.optim.methods import TraceRatio
 
 PENALTIES = ("whole", "each")
+
+
+class Skipped(Exception):  # noqa: N818  # no error: nobody sees it
+    """The closure's host wants no step on this batch."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp
                 around.probe.check()
                 around.probe = None
             before = all(p.grad is None for p in around.params)  # it is still to be differentiated
+            if before and loss is None and skips.get():
+                raise Skipped
             if around.seeks and isinstance(loss, Tensor):
                 found = tensors.leaves(loss, besides=[*around.params, *around.others])
                 around.others += found

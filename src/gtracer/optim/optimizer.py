@@ -26,6 +26,7 @@ from gtracer.optim.evaluate import (
     Call,
     Evaluator,
     First,
+    Skipped,
     Surroundings,
     all_or_nothing,
     first_with_graph,
@@ -293,6 +294,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 if self.nonfinite == "raise":
                     raise
                 return error.loss
+            except Skipped:
+                return None
             if call.scaler is None:
                 self._apply(step)
             else:
@@ -623,10 +626,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         complete = self._resolved(defaults | group)
         checks.hyperparameters(self.hyperparameters(complete))
         self.rule.check_group(complete)
+        refusals.check_initialised(complete["params"])
         for label, p in checks.labelled(complete):
-            if (
-                p.requires_grad
-            ):  # one that is frozen may be of any kind; where it is trained later, it is looked at then
+            if p.requires_grad:  # a frozen one may be of any kind; trained later, it is looked at then
                 refusals.check_parameter(self.method, label, p)
         return complete
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import UninitializedParameter
 
 from gtracer import checks, scopes, tensors
 from gtracer.optim import processes
@@ -40,6 +41,14 @@ def check_model(model: nn.Module | None, base: torch.optim.Optimizer) -> None:
     if model is not None and not any(p in ours for p in model.parameters()):
         raise ValueError(
             f"model = {type(model).__name__} holds none of the optimiser's parameters: pass the one that they belong to"
+        )
+
+
+def check_initialised(params: Tensors) -> None:
+    """Refuse the parameters of a lazy module that has seen no batch."""
+    if any(isinstance(p, UninitializedParameter) for p in params):
+        raise ValueError(
+            "params hold an UninitializedParameter: run the model, a lazy module, on one batch before this"
         )
 
 
