@@ -23,8 +23,8 @@ from gtracer.scopes import second_pass
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 SEARCHED = {f"tracer_{name}": name for name in ("rho", "delta", "beta")}  # in the TrainingArguments
-# Optimisers that move the weights inside backward(), or keep two sets of them.
 GENERATES = ("_generate", "generate_on_policy_outputs")  # methods of TRL's trainers that sample in their training step
+# Optimisers that move the weights inside backward(), or keep two sets of them.
 REFUSED = ("lomo", "adalomo", "layerwise", "schedule_free")
 
 

@@ -148,10 +148,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._copies = Copies()
         self._held = Held(self)
         self._seeks = True  # whether the loss may reach parameters that are neither ours nor the model's
-        # SAM's direction has no length, and its total is the second gradient: as it is clipped or scaled.
-        self._watches = isinstance(
-            self.method, TraceRatio
-        )  # what the caller does with gradients between passes; after a step it is known
+        # Whether it is still to be seen what the caller does with gradients between passes. SAM's direction has no
+        # length, and its total is the second gradient: as it is clipped or scaled.
+        self._watches = isinstance(self.method, TraceRatio)
         self._watch: Watch | None = None  # of a loop of the caller's own
         self._unclipped: Verdict | None = None  # of the last step, where the caller writes into gradients
         self._small: Tensor | None = None  # the smallest parameter that is trained
@@ -258,8 +257,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             return
         super().zero_grad(set_to_none)
         if not self._loop.busy:
-            self._loop = loops.Loop(RandomState(self._devices(), others=self._replays is not False))
-            if self._watches:
+            due = self.second_pass_due
+            self._loop = loops.Loop(RandomState(self._devices(), others=due and self._replays is not False))
+            if due and self._watches:
                 self._begin_watch()
 
     def step(
@@ -337,7 +337,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         around = self._surroundings(signals, begins=call.closure is not None, several=several)
         sought = around.seeks
         if call.closure is not None:
-            if self._watches:
+            if self._watches and self.second_pass_due:
                 refusals.check_scaler()
                 around.watch = self._begin_watch()
             small, (left, version) = self._small, self._left
@@ -518,7 +518,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             waits, self._unclipped = self._unclipped is None, watch.verdict()
             if waits:
                 self._hear_clipping()
-        elif step.due:
+        else:
             self._watches = False
 
     def _hear_clipping(self) -> None:
@@ -536,9 +536,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """What passes find; random numbers begin here, or where the loop has marked it."""
         params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
-        start = RandomState(devices, others=self._replays is not False) if begins else self._loop.mark
+        due = self.second_pass_due
+        start = RandomState(devices, others=due and self._replays is not False) if begins else self._loop.mark
         around = Surroundings(params, devices, self.model, self._copies, start, begins, signals)
-        if several or self.second_pass_due:  # a step of one pass leaves others what it should
+        if several or due:  # a step of one pass leaves others what it should
             around.seeks = self._seeks
             if self.model is not None:
                 around.others = others.in_model(self.model, params)
