@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gtracer import checks, tensors
 from gtracer.optim import others, refusals
 from gtracer.optim.evaluate import Call, First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
-from gtracer.optim.loops import Pending, hand_over
+from gtracer.optim.loops import Pending, callers_pass, hand_over
 from gtracer.optim.optimizer import NonFiniteError, TwoPassOptimizer
 from gtracer.optim.step import Course, Passes, Slice, Step, drive
 from gtracer.scopes import Copies, RandomState, Signals, uninterrupted
@@ -122,13 +122,8 @@ def joint_perturbed(
                 around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
             seen = others.seen_in_calls(around) if around.model is None and loss is None else ExitStack()
             with displaced_pass(joint.params, course.place, around), seen:
-                with torch.enable_grad():
-                    signals.is_open = True
-                    try:
-                        yield
-                    finally:
-                        signals.is_open = False
-                refusals.check_pass_in_scope(around, entered)
+                with callers_pass(signals, around, entered):
+                    yield
                 if scaler is not None:
                     unscale(around.params, scaler)
             if course.place is not None:

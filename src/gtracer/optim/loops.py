@@ -16,7 +16,7 @@ from gtracer.optim.methods import TraceRatio
 from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
 from gtracer.optim.watch import is_scaler_s_step
-from gtracer.scopes import RandomState, have_moved, passes_again, uninterrupted
+from gtracer.scopes import RandomState, Signals, have_moved, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -92,13 +92,8 @@ def second_pass(
             step, course = pending.step, pending.course
             others_found = _others(opt, around, loss)
             with displaced_pass(step.params, course.place, around), others_found:
-                with torch.enable_grad():
-                    signals.is_open = True
-                    try:
-                        yield
-                    finally:
-                        signals.is_open = False
-                refusals.check_pass_in_scope(around, entered)
+                with callers_pass(signals, around, entered):
+                    yield
                 if watch is not None:
                     watch.look()
                 if scaler is not None:
@@ -114,6 +109,18 @@ def second_pass(
                 hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
+
+
+@contextmanager
+def callers_pass(signals: Signals, around: Surroundings, entered: RandomState) -> Iterator[None]:
+    """Where the caller makes the pass, which has to be one, and over the same random numbers."""
+    with torch.enable_grad():
+        signals.is_open = True
+        try:
+            yield
+        finally:
+            signals.is_open = False
+    refusals.check_pass_in_scope(around, entered)
 
 
 def _others(opt: TwoPassOptimizer, around: Surroundings, loss: Tensor | None) -> AbstractContextManager[None]:
