@@ -20,6 +20,7 @@ OTHER_LOSS = (
     "Python's and NumPy's random numbers replayed, the closure gave {again:.6g}, not {first:.6g}. Does it draw another "
     "batch, or from a generator of its own? Draw outside of it and hand the batch over, step(closure, batch)"
 )
+MOST = 2**26  # weights: it takes a further copy of them
 LOOKED = 4  # steps with a second pass, in which the two losses are compared
 SAME, NEAR = 1e-5, 1e-3  # relative: what GPUs add up in another order is about the first
 

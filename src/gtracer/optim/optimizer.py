@@ -35,7 +35,7 @@ from gtracer.optim.evaluate import (
     scale,
     sum_over,
 )
-from gtracer.optim.losses import LOOKED, Losses
+from gtracer.optim.losses import LOOKED, MOST, Losses
 from gtracer.optim.methods import Method, TraceRatio, note_curvature
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
@@ -496,7 +496,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         method = self.method
         if not isinstance(method, TraceRatio) or not method.is_plain or call.each or step.compared is not None:
             return None
-        if is_capturing() or processes.count(self.model) > 1:
+        if is_capturing() or processes.count(self.model) > 1 or sum(map(Tensor.numel, step.params)) > MOST:
             return None
         self._looks -= 1
         return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0])
@@ -505,9 +505,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
         if self._watch is not None:
             self._watch.remove()
-        self._hear_clipping()
+            self._watch = None
         # Of several processes each writes the mean into what backward() has left.
-        self._watch = None if processes.count(self.model) > 1 or is_capturing() else Watch(self._params())
+        if not is_capturing() and processes.count(self.model) == 1:
+            self._hear_clipping()
+            self._watch = Watch(self._params())
         return self._watch
 
     def _heed(self, watch: Watch, step: Step) -> None:
@@ -530,7 +532,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _probe_of(self, params: Tensors) -> Probe | None:
         """Look at gradients that nobody here has left; they will be forgotten."""
         found = next((p for p in params if p.grad is not None and not tensors.is_sharded(p)), None)
-        return None if found is None else Probe(found)
+        return None if found is None or is_capturing() else Probe(found)
 
     def _surroundings(self, signals: Signals, *, begins: bool = False, several: bool = False) -> Surroundings:
         """What passes find; random numbers begin here, or where the loop has marked it."""
