@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import AdamWTracer, FiniteDifference, SGDTracer, Tracer
+from gtracer.optim import losses
+from gtracer.optim.stats import Verdict
 from support.problems import PROBLEMS
 from support.problems import make as make_problem
 
@@ -66,6 +68,32 @@ def test_another_batch_in_the_second_pass_is_noticed(make, draw):
     assert len(told) == 1
     assert "another batch" in str(told[0].message)
     assert setting.calls <= 5 * (3 if opt.is_central else 2) + 2
+
+
+@pytest.mark.parametrize("draw", [from_a_generator, None])
+def test_a_doubt_may_come_a_step_later(draw, monkeypatch):
+    """From a GPU, which nobody waits for: the step after makes the further pass."""
+
+    class Slow(Verdict):
+        asked = 0
+
+        @property
+        def is_there(self):
+            self.asked += 1
+            return self.asked > 1
+
+    monkeypatch.setattr(losses, "Verdict", Slow)
+    setting = Setting()
+    opt = SGDTracer(setting.net.parameters(), lr=0.1, rho=0.01)
+    closure = draw(setting) if draw else lambda: setting.loss(slice(0, 16))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt.step(closure)
+        assert setting.calls == 2
+        for _ in range(4):
+            opt.step(closure)
+    assert len(told) == (draw is not None)
+    assert setting.calls == 10 + (draw is not None)
 
 
 @makers

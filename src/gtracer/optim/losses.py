@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gtracer import tensors
 from gtracer.optim.evaluate import Evaluator, displaced_pass
+from gtracer.optim.stats import Verdict
 from gtracer.optim.step import Place, Step
 from gtracer.tensors import Tensors
 
@@ -37,10 +38,14 @@ class Losses:
         evaluator: Makes them.
         radius: ‖e‖.
         direction: Gives what e points along.
+        doubted: Whether those of the step before did not fit.
     """
 
-    def __init__(self, step: Step, evaluator: Evaluator, radius: float, direction: Callable[[], Tensors]) -> None:
+    def __init__(
+        self, step: Step, evaluator: Evaluator, radius: float, direction: Callable[[], Tensors], *, doubted: bool
+    ) -> None:
         self._step, self._evaluator, self._radius, self._direction = step, evaluator, radius, direction
+        self._doubted = doubted
         self._told: Tensor | None = None
         self._residual: Tensor | None = None
 
@@ -56,15 +61,24 @@ class Losses:
             scale = self._radius / tensors.norm(u)
             before = tensors.dot(self._step.gradients, u) * scale
             after = tensors.dot(gradients, u) * scale
-            change = self._told - first
+            change, first = (self._told - first).to(before), first.to(before)  # of a model on several devices
             allowed = 2 * (after - before).abs() + 3 * NEAR * first.abs()
             self._residual = (change - (before + after) / 2).abs() - allowed
         return gradients
 
-    def check(self) -> bool:
-        """Whether to go on looking. Where the losses seem not to agree, a further pass at the same weights tells."""
-        if self._residual is None or not bool(self._residual > 0):
-            return True
+    def check(self) -> tuple[bool, Verdict | None]:
+        """Whether to go on looking, and a doubt that is still on its way from the device: nobody waits for it."""
+        if self._doubted:
+            return self._ask(), None
+        if self._residual is None:
+            return True, None
+        fits = Verdict((~(self._residual > 0)).float())
+        if not fits.is_there:
+            return True, fits
+        return fits.is_healthy or self._ask(), None
+
+    def _ask(self) -> bool:
+        """Make a further pass at the same weights, and warn if it gives another loss again."""
         around = self._evaluator.around
         # Two kernels leave the weights displaced until the update.
         first = self._step.loss if self._step.kernels is None else self._told

@@ -141,6 +141,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
         self._replays: bool | None = None  # random numbers of Python and NumPy, where the closure draws any
         self._looks = LOOKED  # steps in which the losses of both passes are still compared
+        self._doubt: Verdict | None = None  # whether those of the last step fit, where it is not known yet
         self._loop = loops.Loop(RandomState(self._devices(), others=True))
         self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
         self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
@@ -400,8 +401,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             step.drop_graph()
         losses = self._losses_of(step, evaluator, call) if self._looks and step.due else None
         step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
-        if losses is not None and not losses.check():
-            self._looks = 0
+        if losses is not None:
+            goes_on, self._doubt = losses.check()
+            self._looks *= goes_on
         step.renewed = step.penalty is not None
         if not is_capturing():
             begun = evaluator.around.random
@@ -499,7 +501,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if is_capturing() or processes.count(self.model) > 1 or sum(map(Tensor.numel, step.params)) > MOST:
             return None
         self._looks -= 1
-        return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0])
+        doubted = self._doubt is not None and self._doubt.is_there and not self._doubt.is_healthy
+        return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0], doubted=doubted)
 
     def _begin_watch(self) -> Watch | None:
         """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
