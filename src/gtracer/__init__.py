@@ -22,9 +22,12 @@ if TYPE_CHECKING:
         SGDTracer,
         Stats,
         Tracer,
+        joint_perturbed,
+        joint_step,
         linear_warmup,
     )
     from gtracer.penalty import TracerPenalty
+    from gtracer.scopes import second_pass
 
 __version__ = "0.1.0"
 
@@ -43,7 +46,10 @@ __all__ = [
     "Tracer",
     "TracerPenalty",
     "find_rho",
+    "joint_perturbed",
+    "joint_step",
     "linear_warmup",
+    "second_pass",
 ]
 
 ROOMS = (
@@ -59,7 +65,12 @@ ROOMS = (
     "tensors",
     "variational",
 )
-ELSEWHERE = {"TracerPenalty": "penalty", "find_rho": "finder", "RhoCurve": "finder"}  # than in `optim`
+ELSEWHERE = {
+    "second_pass": "scopes",
+    "TracerPenalty": "penalty",
+    "find_rho": "finder",
+    "RhoCurve": "finder",
+}  # than in `optim`
 
 
 def load(run: str | os.PathLike[str], *, device: str = "auto", last: bool = False) -> Any:

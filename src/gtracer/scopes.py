@@ -66,6 +66,25 @@ def moved(params: Tensors, displacement: Tensors, again: Callable[[], Tensors]) 
             torch._foreach_sub_(params, again())
 
 
+# What the pass under way finds, where it is not a step's first over its batch. Set by who makes it.
+passes_again: ContextVar[Any] = ContextVar("passes_again", default=None)
+
+
+# Whether a closure that gives None without a backward pass wants no step. Elsewhere it has forgotten its return.
+skips: ContextVar[bool] = ContextVar("skips", default=False)
+
+
+def second_pass() -> bool:
+    """Whether the code that asks is run in a further pass over the same batch, at displaced weights.
+
+    What is counted or logged once for each batch asks this first: a metric, the tokens seen, `self.log`.
+
+    >>> second_pass()
+    False
+    """
+    return passes_again.get() is not None
+
+
 class Buffers:
     """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
 
@@ -231,9 +250,15 @@ class PooledStatistics:
 
 
 class RandomState:
-    """The state of torch's random number generators: the CPU's and those of the given devices."""
+    """The state of torch's random number generators: the CPU's and those of the given devices.
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    Args:
+        devices: Of which the state is taken too.
+        others: Also take that of Python's `random` and of `numpy.random`, which takes longer.
+    """
+
+    def __init__(self, devices: set[torch.device], *, others: bool = False) -> None:
+        self.others = (random.getstate(), numpy_state()) if others else None
         self._cpu = torch.get_rng_state()
         # "meta" has no generator and draws nothing; a graph under capture may not be asked.
         asked = [d for d in devices if d.type not in ("cpu", "meta") and not is_capturing()]
@@ -243,6 +268,8 @@ class RandomState:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             _generator(device).set_rng_state(state, *_index(device))
+        if self.others is not None:
+            restore_others(*self.others)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RandomState):
@@ -264,17 +291,13 @@ class AllRandomness:
     """
 
     def __init__(self, devices: set[torch.device], generators: list[torch.Generator]) -> None:
-        self._torch = RandomState(devices)
+        self._torch = RandomState(devices, others=True)
         self._others = [(generator, generator.get_state()) for generator in generators]
-        self._python, self._numpy = random.getstate(), _numpy_state()
 
     def restore(self) -> None:
         self._torch.restore()
         for generator, state in self._others:
             generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 def generators_of(batches: Any) -> list[torch.Generator]:
@@ -290,10 +313,29 @@ def _samplers(batches: Any) -> Iterator[Any]:
             yield from _samplers(inner)
 
 
-def _numpy_state() -> Any:
-    """Only where somebody uses it."""
+def numpy_state() -> Any:
+    """That of `numpy.random`, where somebody uses it."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
+
+
+def restore_others(python: Any, numpy: Any) -> None:
+    """Put the state of Python's and NumPy's random numbers back."""
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+
+
+def have_moved(others: tuple[Any, Any]) -> bool:
+    """Whether anybody has drawn from Python's or NumPy's random numbers since."""
+    python, numpy = others
+    now = numpy_state()
+    same = now is None if numpy is None else all(map(_same, numpy, now))
+    return not same or random.getstate() != python
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool((a == b).all()) if hasattr(a, "all") else bool(a == b)
 
 
 def is_capturing() -> bool:
@@ -322,7 +364,7 @@ def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[
         with drawing_from(twin):
             yield None
         return
-    after = RandomState(devices)
+    after = RandomState(devices, others=state.others is not None)
     state.restore()
     try:
         yield after

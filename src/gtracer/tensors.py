@@ -148,6 +148,27 @@ def kept(gradients: Tensors) -> Tensors:
     return [g.clone() if g._base is not None and not g.requires_grad else g for g in gradients]
 
 
+def leaves(x: Tensor, besides: Tensors = ()) -> list[Tensor]:
+    """The tensors that autograd would leave a gradient of `x` with, once each.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> leaves((w * w).sum())
+    [tensor([1., 1.], requires_grad=True)]
+    """
+    known, found = set(map(id, besides)), []
+    seen, ahead = set(), [x.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            leaf: Tensor | None = getattr(node, "variable", None)
+            if leaf is None:
+                ahead += [following for following, _ in node.next_functions]
+            elif id(leaf) not in known:
+                found.append(leaf)
+    return found
+
+
 def is_sharded(x: Tensor) -> bool:
     """Whether it is a DTensor. Asked of what it can do: to import the class takes longer than most programs have."""
     return hasattr(x, "to_local")

@@ -8,11 +8,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from gtracer import Clip, FiniteDifference, SGDTracer
+import gtracer
+from gtracer import Clip, FiniteDifference, RhoScheduler, SGDTracer, linear_warmup
 from support.gloo import together
 
 lightning = pytest.importorskip("lightning")
 
+import torchmetrics  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from gtracer.integrations.lightning import TracerCallback, manual_step  # noqa: E402
@@ -207,6 +209,111 @@ def test_refused_with_automatic_optimisation(kind, options, message):
     with pytest.raises(RuntimeError, match=message):
         fit(module, **options)
     agree(weights(module), before, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gradient_clip_val": 0.01}, "gradient_clip_val"), ({"accumulate_grad_batches": 2}, "accumulate_grad_batches")],
+)
+def test_refused_without_the_callback(options, message):
+    """By the optimiser itself, before anything was trained."""
+    module = Automatic()
+    before = weights(module).clone()
+    with pytest.raises(RuntimeError, match=message):
+        fit(module, callbacks=[], **options)
+    assert torch.equal(weights(module), before)
+
+
+class Counting(Automatic):
+    """Counts and logs in its training step, as people do."""
+
+    def __init__(self, maker=None, **own):
+        super().__init__(**own)
+        self.maker = maker
+        self.accuracy, self.mean = torchmetrics.classification.MulticlassAccuracy(2), torchmetrics.MeanMetric()
+        self.calls, self.told, self.sums = 0, [], {"examples": 0}
+        self.own["model"] = self.net
+
+    def training_step(self, batch, index):
+        logits = self.net(batch[0])
+        loss = cross_entropy(logits, batch[1])
+        self.calls += 1
+        self.told.append(float(loss))
+        self.sums["examples"] += len(batch[1])
+        self.mean.update(loss.detach())
+        self.accuracy(logits, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return super().configure_optimizers() if self.maker is None else self.maker(self.net.parameters())
+
+
+class CountingByHand(Counting):
+    def __init__(self, *args, **own):
+        super().__init__(*args, **own)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        manual_step(self, lambda *batch: Counting.training_step(self, batch, index), [batch])
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingByHand])
+def test_what_a_training_step_counts_is_that_of_the_first_pass(kind):
+    """Without a learning rate all is as with torch's SGD."""
+    ours = kind(lambda p: SGDTracer(p, lr=0.0, rho=0.05))
+    theirs = Counting(lambda p: torch.optim.SGD(p, lr=0.0))
+    trainers = [fit(module) for module in (ours, theirs)]
+    assert ours.calls == theirs.calls == STEPS
+    assert ours.told == theirs.told
+    assert ours.sums == theirs.sums == {"examples": STEPS * BATCH}
+    assert torch.equal(ours.mean.compute(), theirs.mean.compute())
+    found, expected = (
+        {name: x for name, x in trainer.callback_metrics.items() if "tracer" not in name} for trainer in trainers
+    )
+    assert {"loss_epoch", "accuracy"} <= found.keys()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert not {"log", "training_step"} & vars(ours).keys()
+
+
+class Skipping(Automatic):
+    """Wants no step on every third batch; in the second pass of the fifth it finds out late."""
+
+    def training_step(self, batch, index):
+        if index % 3 == 2 or (index == 4 and gtracer.second_pass()):
+            return None
+        return self.loss_of(*batch)
+
+
+def test_a_training_step_that_returns_none_skips_the_step():
+    fit(module := Skipping())
+    expected = Automatic()
+    opt = expected.configure_optimizers()
+    for i, batch in enumerate(zip(*(t.split(BATCH) for t in data()), strict=True)):
+        torch.manual_seed(i)
+        if i not in (2, 4, 5):
+            opt.step(lambda batch=batch: expected.loss_of(*batch))
+    agree(weights(module), weights(expected))
+    assert module.trainer.optimizers[0].steps == opt.steps == STEPS - 3
+
+
+class Scheduled(Automatic):
+    def configure_optimizers(self):
+        opt = super().configure_optimizers()
+        schedules = [RhoScheduler(opt, linear_warmup(4)), torch.optim.lr_scheduler.StepLR(opt, 3)]
+        return [opt], [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
+
+    def on_train_batch_start(self, batch, index):
+        super().on_train_batch_start(batch, index)
+        group = self.trainer.optimizers[0].param_groups[0]
+        self.seen = [*getattr(self, "seen", []), (group["rho"], group["lr"])]
+
+
+def test_a_schedule_of_rho_beside_that_of_the_learning_rate():
+    fit(module := Scheduled())
+    assert [rho for rho, _ in module.seen] == pytest.approx([0.05 * min(1, (i + 1) / 4) for i in range(STEPS)])
+    assert [lr for _, lr in module.seen] == pytest.approx([0.1 * 0.1 ** (i // 3) for i in range(STEPS)])
 
 
 def test_other_optimisers_may_do_all_of_it():

@@ -16,10 +16,10 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from torch.nn.utils import parameters_to_vector  # noqa: E402
-from transformers import Trainer  # noqa: E402
+from transformers import Adafactor, Trainer  # noqa: E402
 
-from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, TracerPenalty  # noqa: E402
-from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin  # noqa: E402
+from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, Tracer, TracerPenalty  # noqa: E402
+from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
 from support.trainers import LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -223,6 +223,71 @@ def test_any_two_pass_optimiser_will_do(tmp_path):
     opt = SAM(torch.optim.SGD(model.parameters(), lr=0.1), rho=0.05)
     found, _ = trained(tmp_path, model=model, words={"optimizers": (opt, None)}, learning_rate=0.1)
     assert not torch.equal(found, parameters_to_vector(bert().parameters()))
+
+
+OPTIMS = {
+    "sgd": ("momentum=0.9,nesterov=true", lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True)),
+    "rmsprop": ("alpha=0.8", lambda p: torch.optim.RMSprop(p, lr=1e-2, alpha=0.8)),
+    "adagrad": (None, lambda p: torch.optim.Adagrad(p, lr=1e-2)),
+    "adafactor": (None, lambda p: Adafactor(p, lr=1e-2, scale_parameter=False, relative_step=False)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMS)
+def test_the_optimiser_that_the_arguments_name(tmp_path, name):
+    """Wrapped, with its own arguments: the plain loop's steps."""
+    given, base = OPTIMS[name]
+    own = {"tracer": TRACER | {"beta": 0.2}}
+    found, made = trained(tmp_path, Watched, bert().double(), own, optim=name, optim_args=given)
+    model = bert().double().train()
+    opt = Tracer(base(groups(model)), **own["tracer"])
+    for batch in made.seen:
+        opt.step(lambda batch=batch: model(**batch).loss)
+    torch.testing.assert_close(found, parameters_to_vector(model.parameters()).detach(), rtol=1e-6, atol=1e-8)
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0
+
+
+@pytest.mark.parametrize("name", ["lomo", "schedule_free_adamw", "galore_adamw_layerwise"])
+def test_an_optimiser_without_a_second_pass_is_refused_by_name(tmp_path, name):
+    with pytest.raises(ValueError, match=f"optim = '{name}'"):
+        trained(tmp_path, optim=name)
+
+
+def test_a_search_trains_every_trial_with_its_own_numbers(tmp_path):
+    """Learning rate, number of micro-batches and ρ of each are those of a training of its own."""
+    asked = [(1e-2, 1e-2, 1), (2e-2, 0.0, 2), (5e-3, 2e-2, 1)]
+    seen = []
+
+    class Noting(TracerTrainer):
+        def evaluate(self, *args, **kwargs):
+            seen.append(parameters_to_vector(self.model.parameters()).detach().clone())
+            return {"eval_loss": float(len(seen))}
+
+    def space(trial):
+        rate, rho, parts = asked[trial.number]
+        return {"learning_rate": rate, "tracer_rho": rho, "gradient_accumulation_steps": parts}
+
+    words = {"model_init": lambda: bert(), "model": None, "tracer": TRACER, "eval_dataset": data()}
+    args = arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1)
+    Noting(args=args, train_dataset=data(), **words).hyperparameter_search(
+        hp_space=space, n_trials=len(asked), backend="optuna", compute_objective=lambda metrics: metrics["eval_loss"]
+    )
+    for i, (rate, rho, parts) in enumerate(asked):
+        own = {"learning_rate": rate, "gradient_accumulation_steps": parts, "num_train_epochs": 1}
+        alone = words | {"tracer": TRACER | {"rho": rho}}
+        _, made = trained(tmp_path / str(i), words=alone, **own)
+        torch.testing.assert_close(seen[i], parameters_to_vector(made.model.parameters()).detach())
+    assert len(seen) == len(asked)
+
+
+def test_resuming_with_another_rho_says_which_counts(tmp_path):
+    own = {"save_strategy": "steps", "save_steps": 3}
+    trained(tmp_path, words={"tracer": TRACER}, **own)
+    with pytest.warns(UserWarning, match=r"checkpoint's rho = 0\.01.* asked was 0\.02"):
+        _, made = trained(
+            tmp_path, words={"tracer": TRACER | {"rho": 0.02}}, resume=str(tmp_path / "checkpoint-3"), **own
+        )
+    assert {group["rho"] for group in made.optimizer.optimizer.param_groups} == {0.01}
 
 
 def test_other_optimisers_are_refused(tmp_path):

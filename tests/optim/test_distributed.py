@@ -52,6 +52,26 @@ def test_both_displaced_gradients_are_kept_apart_in_buckets():
     agree(together(ddp, "SGDTracer", central, {}, True), alone("SGDTracer", **central))
 
 
+def with_another_optimiser(rank, words, parts, views=False):
+    """The body's is ours; what the head's finds in `.grad` after a step."""
+    model = DistributedDataParallel(network(), gradient_as_bucket_view=views)
+    opt = OPTIMIZERS["SGDTracer"](model.module[0].parameters(), model=model)
+    x, y = (batch[half(rank)] for batch in batches()[0])
+    given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+    opt.step(lambda x, y: cross_entropy(model(x), y), *(() if parts else (x, y)), **given, **words)
+    return [p.grad.clone() for p in model.module[-1].parameters()]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts", "views"), [({}, 0, False), ({}, 0, True), ({}, 3, False), ({"penalty": "each"}, 0, False)]
+)
+def test_another_optimiser_finds_the_gradient_of_the_global_batch(words, parts, views):
+    model, (x, y) = network(), batches()[0]
+    expected = torch.autograd.grad(cross_entropy(model(x), y), list(model[-1].parameters()))
+    for found in together(with_another_optimiser, words, parts, views):
+        torch.testing.assert_close(found, list(expected))
+
+
 def in_a_group_of_its_own(rank, words, parts):
     groups = [distributed.new_group([r]) for r in range(2)]
     model = DistributedDataParallel(network(), process_group=groups[rank])

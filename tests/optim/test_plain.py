@@ -43,7 +43,7 @@ def test_sgd_bit_for_bit(problem, engine, arguments):
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize(("ours", "theirs"), [(AdamTracer, torch.optim.Adam), (AdamWTracer, torch.optim.AdamW)])
-@pytest.mark.parametrize("arguments", ADAM_ARGUMENTS, ids=str)
+@pytest.mark.parametrize("arguments", [*ADAM_ARGUMENTS, {"fused": True}], ids=str)
 def test_adam_bit_for_bit(problem, ours, theirs, arguments):
     found = run_ours(problem, lambda p: ours(p, lr=0.02, rho=0.0, **arguments))
     assert_same_bits(found, run_torch(problem, lambda p: theirs(p, lr=0.02, **arguments)))
@@ -86,3 +86,18 @@ def test_counting_on_the_device_changes_nothing(f0):
             opt.step(lambda model=model: model(torch.ones(3, 4, dtype=torch.float64)).square().mean())
         weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach())
     torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ours", [AdamTracer, AdamWTracer])
+def test_fused_adam_with_a_penalty(ours):
+    """As without; a ρ that comes and goes hands the state back and forth."""
+
+    def trained(fused):
+        made = make(conv_batch_norm)
+        opt = ours(made.model.parameters(), lr=0.02, fused=fused, model=made.model)
+        for i in range(STEPS):
+            opt.param_groups[0]["rho"] = 0.01 * (i // 3 % 2)
+            opt.step(lambda i=i: made.loss_of(i))
+        return made.everything()
+
+    assert relative_error(trained(True), trained(None)) < 1e-9

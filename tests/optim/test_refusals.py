@@ -348,3 +348,29 @@ def test_a_scaler_where_the_loss_is_differentiated_as_it_is(options):
         opt.step(lambda: (p**4).sum(), scaler=torch.amp.GradScaler("cpu"))
     assert "torch.bfloat16" in str(caught.value)
     assert p.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64])
+def test_frozen_weights_may_be_of_any_kind(dtype):
+    """As under an adapter; where one is trained later, it is refused then, with the way out."""
+    frozen, trained = nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False), weight()
+    opt = SGDTracer([frozen, trained], lr=0.1, rho=0.1)
+    opt.step(lambda: (trained * frozen.real.float()).square().sum())
+    assert (trained < 1).all()
+    frozen.requires_grad_(True)
+    with pytest.raises(ValueError, match="is complex" if dtype.is_complex else "keep the weights in float32"):
+        opt.step(lambda: (trained * frozen.real.float()).square().sum())
+    refused(lambda: SGDTracer([frozen, trained], rho=0.1), "parameter 0", dtype)
+
+
+def test_a_lazy_module_has_to_see_a_batch_first():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match="on one batch before"):
+        SGDTracer(net.parameters(), rho=0.1)
+    net(torch.ones(2, 4))
+    SGDTracer(net.parameters(), rho=0.1).step(lambda: net(torch.ones(2, 4)).square().mean())
+
+
+def test_a_closure_that_forgets_its_return_is_told():
+    with pytest.raises((RuntimeError, ValueError), match="loss"):
+        SGDTracer([weight()], rho=0.1).step(lambda: None)

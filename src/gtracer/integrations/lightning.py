@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ try:
 except ImportError:  # the package's older name
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
 
+from gtracer.integrations.records import held
 from gtracer.optim import TwoPassOptimizer
 from gtracer.optim.parts import shared
+from gtracer.scopes import second_pass, skips
 
 LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 
@@ -29,8 +32,9 @@ class TracerCallback(Callback):
     Lightning's clipping, which comes with the closure and so clips either pass. For the first two there is
     `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/training.md.
 
-    `tracer/loss` is the loss at the weights of the step. What `training_step` logs itself, automatic optimisation logs
-    in both passes, and the displaced one has the last word.
+    `tracer/loss` is the loss at the weights of the step. What `training_step` logs and counts is that of the first
+    pass: in the second the callback lets nothing be logged, and holds the module's numbers, lists, dictionaries and
+    metrics (`torchmetrics`). A `training_step` that returns None skips the step, as it does with other optimisers.
 
     Args:
         every_n_steps: Reading the numbers waits for the device.
@@ -66,6 +70,29 @@ class TracerCallback(Callback):
                 f"clip=gtracer.Clip({bound}={trainer.gradient_clip_val or 1.0})"
             )
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """From here on a second pass leaves no trace in logs and metrics."""
+        if stage == "fit":
+            log, training_step = pl_module.log, pl_module.training_step
+
+            def log_once(*args: Any, **words: Any) -> None:
+                if not second_pass():
+                    log(*args, **words)
+
+            def step_once(*args: Any, **words: Any) -> Any:
+                with held(pl_module) if second_pass() else nullcontext():
+                    found = training_step(*args, **words)
+                skips.set(found is None and pl_module.automatic_optimization)
+                return found
+
+            pl_module.log, pl_module.training_step = log_once, step_once  # type: ignore[method-assign]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The module's own methods again."""
+        for name in ("log", "training_step"):
+            vars(pl_module).pop(name, None)
+        skips.set(False)
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Hand the last step's numbers to the module's log."""
         for i, opt in enumerate(_two_pass(trainer)):
@@ -100,7 +127,8 @@ def manual_step(
 
     def one_pass() -> Tensor:
         opt.zero_grad()
-        losses.append(torch.stack([_backward(module, share * closure(*part)) for share, part in parts]).sum())
+        with held(module) if second_pass() else nullcontext():
+            losses.append(torch.stack([_backward(module, share * closure(*part)) for share, part in parts]).sum())
         return losses[-1]
 
     def all_passes() -> None:

@@ -5,7 +5,10 @@ For a Trainer of one's own there are `TracerMixin` and `PenaltyMixin`.
 
 from __future__ import annotations
 
+import copy
+import warnings
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,16 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from gtracer.optim import AdamWTracer, TwoPassOptimizer
+from gtracer.integrations.records import held
+from gtracer.optim import AdamWTracer, Tracer, TwoPassOptimizer
 from gtracer.penalty import RHO_FINE_TUNING, TracerPenalty
+from gtracer.scopes import second_pass
+
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+SEARCHED = {f"tracer_{name}": name for name in ("rho", "delta", "beta")}  # in the TrainingArguments
+GENERATES = ("_generate", "generate_on_policy_outputs")  # methods of TRL's trainers that sample in their training step
+# Optimisers that move the weights inside backward(), or keep two sets of them.
+REFUSED = ("lomo", "adalomo", "layerwise", "schedule_free")
 
 
 class _MeanLoss:
@@ -53,27 +64,88 @@ class TracerMixin(_MeanLoss):
     last step come with every loss that is logged, as `trace_ratio` and `penalty_ratio`. Batch norm sees the first pass
     alone; the optimiser need not be told the model.
 
+    What the Trainer counts and logs is that of the first pass: its numbers, lists, dictionaries and metrics are held
+    over the second, which is given the inputs that the first has prepared and does not log.
+
     Args:
         *args: The Trainer's.
         tracer: Options of `AdamWTracer`, such as `{"rho": 2e-4}`. Where ρ is not among them it is 6e-5, to fine-tune; a
             model that starts anew wants 0.003. Learning rate, betas, eps and weight decay are those of the
-            TrainingArguments. For another optimiser of gtracer pass `optimizers` or `optimizer_cls_and_kwargs`.
+            TrainingArguments. What else their `optim` names (`sgd`, `rmsprop`, `adagrad`, `adafactor`) is wrapped by
+            `Tracer`, of which these are then options; `hyperparameter_search` searches `tracer_rho`, `tracer_delta`
+            and `tracer_beta` beside the Trainer's own. For another optimiser of gtracer pass `optimizers` or
+            `optimizer_cls_and_kwargs`.
         **kwargs: The Trainer's.
     """
 
     def __init__(self, *args: Any, tracer: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if any(hasattr(self, name) for name in GENERATES):
+            raise TypeError(
+                f"{type(self).__name__} generates what it trains on, which the second pass would do anew at displaced "
+                "weights: TracerMixin is for trainers whose batch is given (SFTTrainer, DPOTrainer)"
+            )
         super().__init__(*args, **kwargs)
-        own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        if own and tracer is not None:
+        if self._has_its_own() and tracer is not None:
             raise ValueError(f"tracer = {tracer!r} beside an optimizer of your own, which has its options already")
-        if not own:
-            asked = self.args
-            betas = (asked.adam_beta1, asked.adam_beta2)
-            options = {"lr": asked.learning_rate, "betas": betas, "eps": asked.adam_epsilon, "rho": RHO_FINE_TUNING}
-            options |= tracer or {}
-            options.pop("model", None)  # the Trainer would take it for the parameters; it comes with the first step
-            self.optimizer_cls_and_kwargs = (AdamWTracer, options)
+        self._tracer = {"rho": RHO_FINE_TUNING} | (tracer or {})
+        self._tracer.pop("model", None)  # it comes with the first step
+        for name in SEARCHED.keys() - {field.name for field in fields(self.args)}:
+            setattr(self.args, name, None)  # a search sets nothing that is not there
+        if not self._has_its_own():
+            self._check_optim()
         self._window: list[tuple[dict[str, Any], Any]] = []  # micro-batches of the step under way
+        self._prepared: list[Any] = []  # as the model is given them
+        self._again: Any = None  # what the second pass is to be given next
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """AdamW-TRACER, or by TRACER what else the TrainingArguments name; of a search's trial, as they are now."""
+        if self._has_its_own():
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self._check_optim()
+        asked, options = self.args, dict(self._tracer)
+        options |= {name: value for key, name in SEARCHED.items() if (value := getattr(asked, key)) is not None}
+        if asked.optim in ADAMW:
+            own = {"lr": asked.learning_rate, "betas": (asked.adam_beta1, asked.adam_beta2), "eps": asked.adam_epsilon}
+            self.optimizer_cls_and_kwargs = AdamWTracer, own | options
+        try:
+            made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.optimizer_cls_and_kwargs = None
+        if not isinstance(made, TwoPassOptimizer):
+            made = self.optimizer = Tracer(made, **options)
+        return made
+
+    def _has_its_own(self) -> bool:
+        return self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+
+    def _check_optim(self) -> None:
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        if any(part in name for part in REFUSED):
+            raise ValueError(
+                f"optim = {name!r} moves the weights inside backward() or keeps two sets of them, and has no "
+                "second pass: use adamw_torch, sgd, rmsprop, adagrad or adafactor"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As the Trainer does: what the checkpoint says of ρ counts, which is said where it was asked otherwise."""
+        asked = self._rhos()
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if (found := self._rhos()) != asked:
+            warnings.warn(
+                f"training goes on with the checkpoint's rho = {_told(found)}, as with its learning rate; asked was "
+                f"{_told(asked)}. To change it, set it in the groups of trainer.optimizer when training has begun, or "
+                "start anew",
+                stacklevel=2,
+            )
+
+    def _rhos(self) -> list[Any]:
+        opt = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(opt, TwoPassOptimizer):
+            return []
+        return [
+            "auto" if group.get("rho_is_auto") else group.get("initial_rho", group[opt.rho_key])
+            for group in opt.param_groups
+        ]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; after the last of a step, all of them again at displaced weights."""
@@ -92,13 +164,29 @@ class TracerMixin(_MeanLoss):
                     self._second_pass(model, opt)
             finally:
                 self._window.clear()
+                self._prepared.clear()
         return loss
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """What the first pass was given, in a second; a loss may take out of it what it likes."""
+        if second_pass() and self._again is not None:
+            return copy.copy(self._again)
+        prepared = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        if len(self._prepared) < len(self._window):  # not in an evaluation
+            self._prepared.append(copy.copy(prepared))
+        return prepared
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer does, once for each step."""
+        if not second_pass():
+            super().log(logs, *args, **kwargs)
 
     def _second_pass(self, model: nn.Module, opt: TwoPassOptimizer) -> None:
         for _ in range(1 + opt.is_central):
-            with opt.perturbed(scaler=self.accelerator.scaler):
+            with held(self), opt.perturbed(scaler=self.accelerator.scaler):
                 for i, (inputs, count) in enumerate(self._window):
                     last = i == len(self._window) - 1
+                    self._again = self._prepared[i] if i < len(self._prepared) else None
                     with nullcontext() if last else self.accelerator.no_sync(model):
                         self._plain_step(model, inputs, count)
 
@@ -118,6 +206,10 @@ class TracerMixin(_MeanLoss):
     def _measures(self) -> dict[str, float]:
         stats = getattr(getattr(self.optimizer, "optimizer", self.optimizer), "stats", None)
         return {} if stats is None else {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
+
+
+def _told(rhos: list[Any]) -> str:
+    return ", ".join(str(rho) for rho in dict.fromkeys(rhos))
 
 
 class TracerTrainer(TracerMixin, Trainer):

@@ -2,6 +2,7 @@
 
 from gtracer.optim.adam import AdamTracer, AdamWTracer
 from gtracer.optim.engines import Exact, FiniteDifference
+from gtracer.optim.joint import joint_perturbed, joint_step
 from gtracer.optim.optimizer import NonFiniteError, TwoPassOptimizer
 from gtracer.optim.sam import SAM
 from gtracer.optim.schedule import RhoScheduler, linear_warmup
@@ -22,5 +23,7 @@ __all__ = [
     "Stats",
     "Tracer",
     "TwoPassOptimizer",
+    "joint_perturbed",
+    "joint_step",
     "linear_warmup",
 ]

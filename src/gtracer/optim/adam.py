@@ -35,7 +35,8 @@ class AdamTracer(TwoPassOptimizer):
         params: Parameters or groups, as for `torch.optim.Adam`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.Adam`; weight decay is coupled.
         amsgrad: Refused: its running maximum would part the preconditioner from f.
-        foreach: As for torch, whose step it is at ρ = 0; other steps are foreach always.
+        foreach, fused: As for torch, whose step it is at ρ = 0; other steps are foreach always, or the two kernels of
+            `implementation`.
         capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
             rate that is to change in the replays must be a tensor.
         {rho}
@@ -56,6 +57,7 @@ class AdamTracer(TwoPassOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        fused: bool | None = None,
         rho: float | Literal["auto"] = AUTO,
         delta: float = DELTA,
         f0: float | str = FIRST_GRADIENT,
@@ -74,7 +76,7 @@ class AdamTracer(TwoPassOptimizer):
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         rule = adam_rule(torch.optim.Adam, params, adam, average, curvature, implementation, transforms)
         super().__init__(
             {"rho": rho, "delta": delta, "f0": f0},
@@ -98,7 +100,8 @@ class AdamWTracer(TwoPassOptimizer):
         params: Parameters or groups, as for `torch.optim.AdamW`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.AdamW`.
         amsgrad: Refused: its running maximum would part the preconditioner from f.
-        foreach: As for torch, whose step it is at ρ = 0; other steps are foreach always.
+        foreach, fused: As for torch, whose step it is at ρ = 0; other steps are foreach always, or the two kernels of
+            `implementation`.
         capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
             rate that is to change in the replays must be a tensor.
         {rho}
@@ -119,6 +122,7 @@ class AdamWTracer(TwoPassOptimizer):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
+        fused: bool | None = None,
         rho: float | Literal["auto"] = AUTO,
         delta: float = DELTA,
         f0: float | str = FIRST_GRADIENT,
@@ -137,7 +141,7 @@ class AdamWTracer(TwoPassOptimizer):
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         rule = adam_rule(torch.optim.AdamW, params, adam, average, curvature, implementation, transforms)
         super().__init__(
             {"rho": rho, "delta": delta, "f0": f0},
@@ -170,6 +174,7 @@ def adam_rule(
     checks.number("weight_decay", adam["weight_decay"], low=0)
     checks.flag("maximize", adam["maximize"])
     checks.kind("foreach", adam["foreach"], (bool, type(None)))
+    checks.kind("fused", adam["fused"], (bool, type(None)))
     if adam["amsgrad"] is not False:
         refuse_amsgrad(adam["amsgrad"])
     if any(getattr(transform, "preconditions", False) for transform in transforms):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from gtracer import checks, tensors
 from gtracer.curvature import Evaluation, Recording, SecondDerivatives
 from gtracer.optim import processes
+from gtracer.optim.others import PooledGradients, differentiate, put_aside, put_back
 from gtracer.optim.parts import Parts, shared
 from gtracer.optim.step import Place
+from gtracer.optim.watch import Probe, Watch
 from gtracer.scopes import (
     Buffers,
     Copies,
@@ -23,7 +25,9 @@ from gtracer.scopes import (
     RandomState,
     Signals,
     displaced,
+    passes_again,
     replayed_random,
+    skips,
 )
 from gtracer.tensors import Tensors
 
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
     from gtracer.optim.methods import TraceRatio
 
 PENALTIES = ("whole", "each")
+
+
+class Skipped(Exception):  # noqa: N818  # no error: nobody sees it
+    """The closure's host wants no step on this batch."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,13 @@ class Surroundings:
     signals: Signals
     statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
     drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
+    others: list[Tensor] = field(default_factory=list)  # parameters that are not the optimiser's: the model's first
+    in_model: int = 0  # how many of them are the model's
+    seeks: bool = False  # whether the loss is asked for more of them
+    pooled: PooledGradients | None = None  # theirs, where a batch is taken in parts
+    watch: Watch | None = None  # of gradients in the caller's hands, in the first steps
+    probe: Probe | None = None  # of gradients that the caller has accumulated before
+    aside: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients of theirs, during a pass
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -101,6 +116,7 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
     if anew:
         around.clear()
     gradients = [p.grad for p in around.params]
+    without = [p for p in around.others if p.grad is None]
     start = around.random if around.begins else RandomState(around.devices)
     if statistics and around.model is not None:
         around.statistics = around.copies.of(around.model, "of the step")
@@ -109,6 +125,8 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
     except BaseException:
         for p, gradient in zip(around.params, gradients, strict=True):
             p.grad = gradient
+        for p in without:
+            p.grad = None
         if around.statistics is not None:
             around.statistics.restore()
         start.restore()
@@ -119,16 +137,23 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
 def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -> Iterator[None]:
     """Where a further pass is made: at displaced weights, with the first's random numbers and frozen statistics."""
     around.clear()
+    around.seeks = False
+    if around.others:
+        put_aside(around, around.others)
     scope = nullcontext() if place is None else displaced(params, place) if isinstance(place, list | tuple) else place
     statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
     with scope, replayed_random(around.random, around.devices) as around.drawn:
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
+        told = passes_again.set(around)
         try:
             yield
         finally:
+            passes_again.reset(told)
             if statistics is not None:
                 statistics.restore()
+            if around.aside:
+                put_back(around)
 
 
 def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
@@ -141,13 +166,28 @@ def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
 def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
     around.clear()
+    if around.probe is not None:
+        around.probe.lay()
     with torch.enable_grad():
         around.signals.is_open = True
         try:
             loss = loss_of()
-            if all(p.grad is None for p in around.params):
+            if around.probe is not None:
+                around.probe.check()
+                around.probe = None
+            before = all(p.grad is None for p in around.params)  # it is still to be differentiated
+            if before and loss is None and skips.get():
+                raise Skipped
+            if around.seeks and isinstance(loss, Tensor):
+                found = tensors.leaves(loss, besides=[*around.params, *around.others])
+                around.others += found
+                if before and around.pooled is not None:
+                    around.pooled.meet(found)
+            if before:
                 checks.loss(loss, "step(closure)")
                 (loss if scaler is None else scaler.scale(loss)).backward()
+            elif around.watch is not None:
+                around.watch.look()
         finally:
             around.signals.is_open = False
     if all(p.grad is None for p in around.params):
@@ -166,11 +206,11 @@ def pass_in_parts(
 ) -> Any:
     """The same of a batch that is taken in parts; `note` may look at the gradients of each."""
     mean: dict[Tensor, Tensor] = {}
-    total, statistics = None, PooledStatistics(around.model)
+    total, statistics, pooled = None, PooledStatistics(around.model), PooledGradients(around)
     wrapped = processes.is_wrapped(around.model)
     with processes.by_itself(around.model) if wrapped else nullcontext():
         for share, part in parts:
-            with statistics.part(share):
+            with statistics.part(share), pooled.part(share):
                 loss = one_pass(partial(closure, *part), around, scaler)
             for p in around.params:
                 if p.grad is not None:
@@ -179,6 +219,7 @@ def pass_in_parts(
             known = isinstance(loss, Tensor)
             total = share * loss.detach() + (0 if total is None else total) if known else loss
     statistics.conclude()
+    pooled.conclude(joined=wrapped)
     if wrapped:
         joined, _ = processes.mean({p: [g] for p, g in mean.items()}, around.params, processes.group_of(around.model))
         mean = {p: gradient for p, (gradient,) in joined.items()}
@@ -220,6 +261,8 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
         wanted = [p for p in around.params if p.requires_grad]
         twice, examples = due and method.engine.is_exact, due and method.by_examples
         at = Evaluation(loss, wanted, recording, differentiable=twice, by_examples=examples)
+        around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
+        differentiate(loss, around.others)
     if not at.params:
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     for p, g in zip(at.params, at.gradients, strict=True):

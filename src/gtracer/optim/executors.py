@@ -22,6 +22,7 @@ from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
 from gtracer.optim import processes
 from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.others import PooledGradients
 from gtracer.optim.parts import Parts, Pool, split
 from gtracer.optim.reuse import LAST, Decayed, Reuse
 from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
@@ -99,13 +100,18 @@ def _pooled(
     due: bool | None = None,
 ) -> tuple[Pool, Step]:
     pool, statistics, last = Pool(), PooledStatistics(opt.model), Step([])
+    pooled = PooledGradients(around)
     for share, part in parts:
-        here = replace(around, random=RandomState(around.devices))
+        here = replace(around, random=RandomState(around.devices, others=around.random.others is not None))
         alone = replace(call, batch=part, parts=None)
-        with statistics.part(share):
+        with statistics.part(share), pooled.part(share):
             last = opt._penalised(opt._evaluator(alone, here, due=due), alone, start=start)
         pool.add(last, share)
     statistics.conclude()
+    if due is False:
+        pooled.forget()
+    else:
+        pooled.conclude(joined=call.each and processes.count(opt.model) > 1)
     return pool, last
 
 
@@ -119,7 +125,7 @@ def _start_of_each(
     fresh = [g for g in opt.param_groups if _is_fresh(opt.rule, g["params"])]
     if not any(isinstance(opt.hyperparameters(group)["f0"], str) for group in fresh):
         return None
-    begin = RandomState(around.devices)
+    begin = RandomState(around.devices, others=around.random.others is not None)
     with frozen_statistics(Buffers(opt.model)):
         pool, _ = _pooled(opt, call, around, parts, due=False)
     begin.restore()

@@ -148,6 +148,11 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
     assert opt.model is not None
     assert call.closure is not None
     params = [p for p in around.params if p.requires_grad]
+    if any(p.requires_grad for p in around.others):
+        raise RuntimeError(
+            f"{opt.method.curvature.numerator!r} differentiates by the optimiser's own parameters alone, and others in "  # type: ignore[attr-defined]
+            "model= want a gradient too: use micro_batch"
+        )
     stack = Stack(opt.model, call.closure, params, call.batch, count)
     around.signals.is_open = True
     try:

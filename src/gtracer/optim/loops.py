@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor
 from gtracer import tensors
 from gtracer.optim import refusals
 from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.methods import TraceRatio
+from gtracer.optim.others import remembered, seen_in_calls
 from gtracer.optim.step import Course, Step, drive
-from gtracer.scopes import RandomState, uninterrupted
+from gtracer.optim.watch import is_scaler_s_step
+from gtracer.scopes import RandomState, Signals, have_moved, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -48,8 +51,9 @@ class Loop:
 class Pending:
     """A step between its first pass and `step()`."""
 
-    def __init__(self, step: Step, course: Course) -> None:
-        self.step, self.course = step, course
+    def __init__(self, step: Step, course: Course, *, is_scaled: bool, joint: Step | None = None) -> None:
+        self.step, self.course, self.is_scaled = step, course, is_scaled
+        self.joint = joint  # where several optimisers share the passes
         self.leave()
 
     def leave(self) -> None:
@@ -76,19 +80,22 @@ def second_pass(
     refusals.check_scope(opt, scaler)
     loop = opt._loop
     with uninterrupted() as signals, torch.no_grad():
-        around = opt._surroundings(signals)
+        around = opt._surroundings(signals, several=True)
         entered = RandomState(around.devices)
+        watch, opt._watch = opt._watch, None
+        if watch is not None:
+            watch.look()
         with opt._passes(around):
+            if opt._replays is None and opt.second_pass_due and around.random.others is not None:
+                opt._replays = have_moved(around.random.others)
             pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
-            with displaced_pass(step.params, course.place, around):
-                with torch.enable_grad():
-                    signals.is_open = True
-                    try:
-                        yield
-                    finally:
-                        signals.is_open = False
-                refusals.check_pass_in_scope(around, entered)
+            others_found = _others(opt, around, loss)
+            with displaced_pass(step.params, course.place, around), others_found:
+                with callers_pass(signals, around, entered):
+                    yield
+                if watch is not None:
+                    watch.look()
                 if scaler is not None:
                     unscale(around.params, scaler)
             if course.place is not None:
@@ -97,9 +104,39 @@ def second_pass(
             if course.place is None:
                 step.penalty, step.renewed = course.found, course.found is not None
                 opt._conclude(step)
-                _hand_over(step, scaler)
+                if watch is not None:
+                    opt._heed(watch, step)
+                hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
+
+
+@contextmanager
+def callers_pass(signals: Signals, around: Surroundings, entered: RandomState) -> Iterator[None]:
+    """Where the caller makes the pass, which has to be one, and over the same random numbers."""
+    with torch.enable_grad():
+        signals.is_open = True
+        try:
+            yield
+        finally:
+            signals.is_open = False
+    refusals.check_pass_in_scope(around, entered)
+
+
+def _others(opt: TwoPassOptimizer, around: Surroundings, loss: Tensor | None) -> AbstractContextManager[None]:
+    """Look for parameters of other optimisers: by the model, by the loss, or else by what the first scope calls."""
+    if loss is not None:
+        around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
+    elif opt.model is None and opt._others is None:
+        return _found_once(opt, around)
+    return nullcontext()
+
+
+@contextmanager
+def _found_once(opt: TwoPassOptimizer, around: Surroundings) -> Iterator[None]:
+    with seen_in_calls(around):
+        yield
+    opt._others = remembered(around.others)
 
 
 def _begun(
@@ -109,15 +146,17 @@ def _begun(
     if scaler is not None:
         unscale(around.params, scaler)
     step = opt._begin(First(loss), due=opt.second_pass_due)
+    if (outer := passes_again.get()) is not None:
+        refusals.check_apart(around.params, outer.others)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
     opt._look_at_held_out_data(step, around)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
-    return Pending(step, course)
+    return Pending(step, course, is_scaled=scaler is not None)
 
 
-def _hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
+def hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
     """Leave the total where the caller's loop may clip it; what f is to learn from stays as it is."""
     if scaler is not None:
         scale(step.params, scaler)
@@ -133,6 +172,11 @@ def passes_made(opt: TwoPassOptimizer) -> Step:
         step = opt._begin(First(None), due=False)
         drive(opt.method.passes(step, opt.rule, safely=False), _no_pass)
         return step
+    if isinstance(opt.method, TraceRatio) and not pending.is_scaled and is_scaler_s_step():
+        raise RuntimeError(
+            "scaler.step(opt) after perturbed() without scaler=: the gradients were scaled where they should not be, "
+            "so that ρ, δ and f meant something else. Write perturbed(scaler=scaler)"
+        )
     if pending.course.place is not None:
         raise RuntimeError("step() after one of two passes: a central difference needs a second perturbed() scope")
     pending.step.drop_parameters_without_gradient()

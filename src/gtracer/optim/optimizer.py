@@ -9,6 +9,7 @@ here, once.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,12 +20,13 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
-from gtracer.optim import directions, executors, loops, posterior, processes, refusals
+from gtracer.optim import directions, executors, loops, others, posterior, processes, refusals
 from gtracer.optim.auto import AUTO, IS_AUTO, LOG_RHO, Controller, held_out_loss, place_of
 from gtracer.optim.evaluate import (
     Call,
     Evaluator,
     First,
+    Skipped,
     Surroundings,
     all_or_nothing,
     first_with_graph,
@@ -33,14 +35,16 @@ from gtracer.optim.evaluate import (
     scale,
     sum_over,
 )
+from gtracer.optim.losses import LOOKED, MOST, Losses
 from gtracer.optim.methods import Method, TraceRatio, note_curvature
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
 from gtracer.optim.stats import Stats, Verdict
 from gtracer.optim.step import COUNT, Slice, Step, combine, drive
 from gtracer.optim.transforms import Clip, Transform
+from gtracer.optim.watch import CLIPPED, Probe, Watch
 from gtracer.penalty import NONFINITE
-from gtracer.scopes import Copies, RandomState, Signals, is_capturing, uninterrupted
+from gtracer.scopes import Copies, RandomState, Signals, have_moved, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
 
 FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can make a step
@@ -130,14 +134,29 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _forget(self) -> None:
         """Start anew with what is not in the state."""
+        # Lightning's and Fabric's wrappers inherit from this class and read the attributes of what they wrap, but what
+        # a method writes would stay in the wrapper.
+        self._itself = weakref.ref(self)
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
-        self._loop = loops.Loop(RandomState(self._devices()))
+        self._replays: bool | None = None  # random numbers of Python and NumPy, where the closure draws any
+        self._looks = LOOKED  # steps in which the losses of both passes are still compared
+        self._doubt: Verdict | None = None  # whether those of the last step fit, where it is not known yet
+        self._loop = loops.Loop(RandomState(self._devices(), others=True))
         self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
         self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
         self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
         self._copies = Copies()
         self._held = Held(self)
+        self._seeks = True  # whether the loss may reach parameters that are neither ours nor the model's
+        # Whether it is still to be seen what the caller does with gradients between passes. SAM's direction has no
+        # length, and its total is the second gradient: as it is clipped or scaled.
+        self._watches = isinstance(self.method, TraceRatio)
+        self._watch: Watch | None = None  # of a loop of the caller's own
+        self._unclipped: Verdict | None = None  # of the last step, where the caller writes into gradients
+        self._small: Tensor | None = None  # the smallest parameter that is trained
+        self._left: tuple[Tensor | None, int] = None, 0  # its gradient, as the last step has left it
+        self._others: others.Memory | None = None  # what was found of them where no model tells
         self._place = place_of(self)  # of a ρ that lives on the device
 
     # What everybody may ask.
@@ -234,9 +253,15 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
+        if (itself := self._itself()) is not self and itself is not None:
+            itself.zero_grad(set_to_none)
+            return
         super().zero_grad(set_to_none)
         if not self._loop.busy:
-            self._loop = loops.Loop(RandomState(self._devices()))
+            due = self.second_pass_due
+            self._loop = loops.Loop(RandomState(self._devices(), others=due and self._replays is not False))
+            if due and self._watches:
+                self._begin_watch()
 
     def step(
         self,
@@ -270,6 +295,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 if self.nonfinite == "raise":
                     raise
                 return error.loss
+            except Skipped:
+                return None
             if call.scaler is None:
                 self._apply(step)
             else:
@@ -297,6 +324,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
                 `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
         """
+        if (itself := self._itself()) is not self and itself is not None:
+            return itself.perturbed(scaler, loss=loss)
         self._loop.drop_abandoned()
         refusals.check_scope(self, scaler)
         return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
@@ -305,7 +334,16 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
-        around = self._surroundings(signals, begins=call.closure is not None)
+        several = call.parts is not None or call.each or self.method.parts is not None
+        around = self._surroundings(signals, begins=call.closure is not None, several=several)
+        sought = around.seeks
+        if call.closure is not None:
+            if self._watches and self.second_pass_due:
+                refusals.check_scaler()
+                around.watch = self._begin_watch()
+            small, (left, version) = self._small, self._left
+            if small is None or ((g := small.grad) is not None and (g is not left or g._version != version)):
+                around.probe = self._probe_of(around.params)
         possible = any(device.type in FUSED_ON for device in around.devices)
         fuse = (possible or self.implementation == "fused") and self._fuses(call, around)
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
@@ -318,6 +356,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 step = executors.in_parts(self, call, around)
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
+            if around.watch is not None:
+                self._heed(around.watch, step)
             if what := self._nonfinite(step, call, around):
                 self.stats = step.stats
                 raise NonFiniteError(
@@ -325,6 +365,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.told,
                 )
+        if sought and self.model is not None:  # which may hold all that the loss reaches
+            self._seeks = len(around.others) > around.in_model
+        elif sought and several:  # known beforehand, they keep what they had
+            self._others = others.remembered(around.others)
         if self._drawn is None and not is_capturing():  # a step has been made, whoever drew in it
             self._drawn = around.random, around.random
         return step
@@ -340,6 +384,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Both passes over a batch, or over a part of it."""
         with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
             found = evaluator.first()
+        if self._replays is None and evaluator.due and (others := evaluator.around.random.others) is not None:
+            self._replays = have_moved(others)
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if self.controller is not None and self.controller.held_out is not None:
             self._look_at_held_out_data(step, evaluator.around)
@@ -353,7 +399,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
         if step.evaluation is not None:
             step.drop_graph()
-        step.penalty = drive(passes, partial(evaluator.at, step.params))
+        losses = self._losses_of(step, evaluator, call) if self._looks and step.due else None
+        step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
+        if losses is not None:
+            goes_on, self._doubt = losses.check()
+            self._looks *= goes_on
         step.renewed = step.penalty is not None
         if not is_capturing():
             begun = evaluator.around.random
@@ -420,6 +470,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             group[COUNT] += 1
         if self.stats is not None and self.rule.keeps_average:
             self.stats.count_damped = self._damped_share
+        if self._small is None:
+            self._small = min(step.params, key=Tensor.numel, default=None)
+        if self._small is not None and (left := self._small.grad) is not None:
+            self._left = left, left._version
 
     # What it consists of.
 
@@ -436,13 +490,68 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 yield
         finally:
             loop.busy = False
+            if self._watch is not None and around.begins:
+                self._watch.remove()
 
-    def _surroundings(self, signals: Signals, *, begins: bool = False) -> Surroundings:
+    def _losses_of(self, step: Step, evaluator: Evaluator, call: Call) -> Losses | None:
+        """Look at the losses of this step, where they can be told from each other."""
+        method = self.method
+        if not isinstance(method, TraceRatio) or not method.is_plain or call.each or step.compared is not None:
+            return None
+        if is_capturing() or processes.count(self.model) > 1 or sum(map(Tensor.numel, step.params)) > MOST:
+            return None
+        self._looks -= 1
+        doubted = self._doubt is not None and self._doubt.is_there and not self._doubt.is_healthy
+        return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0], doubted=doubted)
+
+    def _begin_watch(self) -> Watch | None:
+        """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
+        # Of several processes each writes the mean into what backward() has left.
+        if not is_capturing() and processes.count(self.model) == 1:
+            self._hear_clipping()
+            self._watch = Watch(self._params())
+        return self._watch
+
+    def _heed(self, watch: Watch, step: Step) -> None:
+        """Refuse gradients that were clipped pass by pass; where nobody writes into them, look no further."""
+        watch.remove()
+        self._watch = None
+        if watch.has_compared and watch.has_written:
+            waits, self._unclipped = self._unclipped is None, watch.verdict()
+            if waits:
+                self._hear_clipping()
+        else:
+            self._watches = False
+
+    def _hear_clipping(self) -> None:
+        """What was found in the last step; only in the first somebody waits for it."""
+        if self._unclipped is not None and not self._unclipped.is_healthy:
+            self._unclipped = None
+            raise RuntimeError(CLIPPED)
+
+    def _probe_of(self, params: Tensors) -> Probe | None:
+        """Look at gradients that nobody here has left; they will be forgotten."""
+        found = next((p for p in params if p.grad is not None and not tensors.is_sharded(p)), None)
+        return None if found is None or is_capturing() else Probe(found)
+
+    def _surroundings(self, signals: Signals, *, begins: bool = False, several: bool = False) -> Surroundings:
         """What passes find; random numbers begin here, or where the loop has marked it."""
         params = [p for group in self.param_groups for p in group["params"]]
         devices = {p.device for p in params}
-        start = RandomState(devices) if begins else self._loop.mark
-        return Surroundings(params, devices, self.model, self._copies, start, begins, signals)
+        due = self.second_pass_due
+        start = RandomState(devices, others=due and self._replays is not False) if begins else self._loop.mark
+        around = Surroundings(params, devices, self.model, self._copies, start, begins, signals)
+        if several or due:  # a step of one pass leaves others what it should
+            around.seeks = self._seeks
+            if self.model is not None:
+                around.others = others.in_model(self.model, params)
+                around.in_model = len(around.others)
+            elif several:
+                around.others = others.recalled(self._others or (), params)
+        return around
 
     def _evaluator(self, call: Call, around: Surroundings, *, due: bool | None = None) -> Evaluator:
         """How this batch's passes are made."""
@@ -523,8 +632,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         complete = self._resolved(defaults | group)
         checks.hyperparameters(self.hyperparameters(complete))
         self.rule.check_group(complete)
+        refusals.check_initialised(complete["params"])
         for label, p in checks.labelled(complete):
-            refusals.check_parameter(self.method, label, p)
+            if p.requires_grad:  # a frozen one may be of any kind; trained later, it is looked at then
+                refusals.check_parameter(self.method, label, p)
         return complete
 
     def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.nn.parameter import UninitializedParameter
 
 from gtracer import checks, scopes, tensors
 from gtracer.optim import processes
 from gtracer.optim.methods import TraceRatio
 from gtracer.optim.step import COUNT
+from gtracer.optim.watch import is_scaler_s_step
+from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
     from gtracer.optim.evaluate import Call, Surroundings
@@ -41,6 +44,14 @@ def check_model(model: nn.Module | None, base: torch.optim.Optimizer) -> None:
         )
 
 
+def check_initialised(params: Tensors) -> None:
+    """Refuse the parameters of a lazy module that has seen no batch."""
+    if any(isinstance(p, UninitializedParameter) for p in params):
+        raise ValueError(
+            "params hold an UninitializedParameter: run the model, a lazy module, on one batch before this"
+        )
+
+
 def check_parameter(method: Method, label: str, p: Tensor) -> None:
     """Refuse a parameter that the scheme cannot handle."""
     exact = isinstance(method, TraceRatio) and method.engine.is_exact
@@ -56,7 +67,8 @@ def check_parameter(method: Method, label: str, p: Tensor) -> None:
     if not exact and p.is_floating_point() and torch.finfo(p.dtype).bits < 32:
         raise ValueError(
             f"{label} is {p.dtype}, whose rounding swallows the displacement of the second pass: keep the weights "
-            "in float32 and let torch.autocast compute in low precision"
+            "in float32 and let torch.autocast compute in low precision (transformers loads a checkpoint as it is: "
+            "from_pretrained(…, dtype=torch.float32), and bf16=True in the TrainingArguments)"
         )
 
 
@@ -78,6 +90,24 @@ def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> N
         )
     if opt._loop.pending is not None and opt._loop.pending.is_made:
         raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
+
+
+def check_apart(params: Tensors, others: Tensors) -> None:
+    """Refuse a second pass inside that of another optimiser, which knows the parameters as another's."""
+    if {id(p) for p in others} & set(map(id, params)):
+        raise RuntimeError(
+            "perturbed() inside that of another optimiser over the same model: let the two share their passes, with "
+            "joint_perturbed([one, other]), or joint_step([one, other], closure)"
+        )
+
+
+def check_scaler() -> None:
+    """Refuse a closure that a GradScaler brings."""
+    if is_scaler_s_step():
+        raise RuntimeError(
+            "scaler.step(opt, closure): the optimiser would take the scaled gradients for the loss's. Write "
+            "opt.step(closure, scaler=scaler) and scaler.update()"
+        )
 
 
 def check_pass_in_scope(around: Surroundings, entered: RandomState) -> None:

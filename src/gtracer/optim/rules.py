@@ -228,7 +228,7 @@ class AdamRule:
         known = [state[p] for p in params]
         for p, own in zip(params, known, strict=True):
             if "exp_avg_sq" not in own:
-                own.update(adam_state(p, capturable=group["capturable"]))
+                own.update(adam_state(p, capturable=group["capturable"] or bool(group.get("fused"))))
         counts, exp_avg, exp_avg_sq = ([own[name] for own in known] for name in ("step", "exp_avg", "exp_avg_sq"))
         torch._foreach_add_(counts, 1)
         total: Tensors = [p.grad for p in params if p.grad is not None]
@@ -257,4 +257,5 @@ class AdamRule:
 
 def _counted(group: dict[str, Any], counts: Tensors) -> list[Any]:
     """Of steps: numbers, or tensors that a captured step goes on counting."""
-    return list(counts) if group["capturable"] else [float(count) for count in counts]
+    on_device = group["capturable"] or (group.get("fused") and not counts[0].is_cpu)
+    return list(counts) if on_device else [float(count) for count in counts]

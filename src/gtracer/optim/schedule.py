@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
 from gtracer import checks
 
 
@@ -24,8 +27,10 @@ def linear_warmup(steps: int) -> Callable[[int], float]:
     return lambda step: min(1.0, (step + 1) / steps)
 
 
-class RhoScheduler:
+class RhoScheduler(LRScheduler):
     """Sets each group's `rho` to its initial value times `factor(step)`, as torch's LambdaLR does for `lr`.
+
+    It passes for a scheduler of torch's, which hosts ask for (Lightning); learning rates are not its affair.
 
     Args:
         optimizer: Whatever has `param_groups` with `rho`: an optimiser of this package, or a `TracerPenalty`.
@@ -40,14 +45,14 @@ class RhoScheduler:
             raise ValueError("optimizer sets its ρ itself (rho='auto'): pass a number for rho to schedule it")
         if not callable(factor):
             raise ValueError(f"factor must be a function of the step, got {factor!r}")
-        self.optimizer = optimizer
+        self.optimizer = optimizer  # type: ignore[assignment]
         self.factor = factor
         self.last_step = 0
         for group in optimizer.param_groups:
             group.setdefault("initial_rho", group[self._key])
         self._set()
 
-    def step(self) -> None:
+    def step(self, epoch: int | None = None) -> None:
         """Go one step on: call it after the optimiser's step, beside the learning-rate scheduler's."""
         self.last_step += 1
         self._set()
@@ -55,6 +60,15 @@ class RhoScheduler:
     def get_last_rho(self) -> list[float]:
         """ρ of each group, as now in force."""
         return [group[self._key] for group in self.optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The learning rates, which others set; for hosts that log them."""
+        return [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """What torch's schedulers call the number of steps."""
+        return self.last_step
 
     def state_dict(self) -> dict[str, int]:
         return {"last_step": self.last_step}

@@ -1,0 +1,256 @@
+"""Several optimisers over one model that share their passes: a body by SGD-TRACER and a head by AdamW-TRACER, say.
+
+Together they penalise the sum of their trace ratios, each with its own ρ, f and δ, by one displacement of all weights:
+what one optimiser does with several groups. One whose ρ is 0, or whose interval has not come round, is not displaced
+and sees the gradient of the loss alone. Steps of their own, one after the other, would make twice the passes, and each
+would see the other's weights stand still.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gtracer import checks, tensors
+from gtracer.optim import others, refusals
+from gtracer.optim.evaluate import Call, First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.loops import Pending, callers_pass, hand_over
+from gtracer.optim.optimizer import NonFiniteError, TwoPassOptimizer
+from gtracer.optim.step import Course, Passes, Slice, Step, drive
+from gtracer.scopes import Copies, RandomState, Signals, uninterrupted
+from gtracer.tensors import Tensors
+
+UNFUSED = "joint passes are torch's kernels"
+
+
+def joint_step(
+    optimizers: Sequence[TwoPassOptimizer],
+    closure: Callable[..., Any],
+    *batch: Any,
+    batches: Sequence[Any] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Any:
+    """One step of several optimisers over one model, by the same passes; returns the plain loss at the old weights.
+
+    Args:
+        optimizers: Of disjoint parameters, with one engine: all TRACER's or all SAM's. ρ, δ, learning rates, updates
+            and intervals are their own.
+        closure: As for `step`.
+        *batch, batches, scaler: As for `step`.
+    """
+    call = Call.of(closure, batch, batches, "whole", scaler)
+    if not callable(closure):
+        raise ValueError(
+            f"closure must be a function that gives the loss, got {closure!r}: without one there is joint_perturbed"
+        )
+    team = Team(optimizers)
+    for opt in team.optimizers:
+        opt._check_step(call)
+    with uninterrupted() as signals, torch.no_grad():
+        around = team.surroundings(signals, begins=True)
+        try:
+            told, steps = _made(team, call, around)
+        except NonFiniteError as error:
+            if any(opt.nonfinite == "raise" for opt in team.optimizers):
+                raise
+            return error.loss
+        for opt, step in zip(team.optimizers, steps, strict=True):
+            if call.scaler is None:
+                opt._apply(step)
+            else:
+                scale(step.params, call.scaler)
+                call.scaler.step(opt._held, partial(opt._apply, step))  # type: ignore[arg-type]
+    return told
+
+
+def _made(team: Team, call: Call, around: Surroundings) -> tuple[Any, list[Step]]:
+    """All of it but the updates."""
+    with team.passes(around):
+        evaluator = team.lead._evaluator(call, around, due=any(opt.second_pass_due for opt in team.optimizers))
+        loss = evaluator.first()
+        found = loss if isinstance(loss, First) else First(loss)
+        steps = team.begin(found, around)
+        joint = team.joint(steps)
+        passes = team.displaced(joint, safely=call.scaler is not None and around.model is None)
+        team.share(joint, drive(passes, partial(evaluator.at, joint.params)), steps)
+        team.check(steps, call, around)
+    return found.told, steps
+
+
+@contextmanager
+def joint_perturbed(
+    optimizers: Sequence[TwoPassOptimizer],
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    loss: Tensor | None = None,
+) -> Iterator[None]:
+    """The second pass of several optimisers over one model, in loops that cannot hand over a closure.
+
+        loss_of(batch).backward()
+        with gtracer.joint_perturbed([body, head]):
+            loss_of(batch).backward()
+        body.step(), head.step()
+
+    Random numbers are replayed from the first optimiser's last `zero_grad()`.
+
+    Args:
+        optimizers: As for `joint_step`.
+        scaler, loss: As for `perturbed`.
+    """
+    scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    team = Team(optimizers)
+    for opt in team.optimizers:
+        opt._loop.drop_abandoned()
+        refusals.check_scope(opt, scaler)
+    with uninterrupted() as signals, torch.no_grad():
+        around = team.surroundings(signals, begins=False)
+        entered = RandomState(around.devices)
+        with team.passes(around):
+            begun = [opt._loop.pending for opt in team.optimizers if opt._loop.pending is not None]
+            if len(begun) < len(team.optimizers):
+                begun = team.begun(around, scaler, loss)
+            steps, course, joint = [one.step for one in begun], begun[0].course, begun[0].joint
+            assert joint is not None
+            if loss is not None:
+                around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
+            seen = others.seen_in_calls(around) if around.model is None and loss is None else ExitStack()
+            with displaced_pass(joint.params, course.place, around), seen:
+                with callers_pass(signals, around, entered):
+                    yield
+                if scaler is not None:
+                    unscale(around.params, scaler)
+            if course.place is not None:
+                course.proceed(gradients_ahead(joint.params, keep=team.lead.is_central))
+            around.clear()
+            if course.place is None:
+                team.share(joint, course.found, steps)
+                for step in steps:
+                    hand_over(step, scaler)
+        for opt, one in zip(team.optimizers, begun, strict=True):
+            one.leave()
+            opt._loop.pending = one
+
+
+class Team:
+    """Optimisers whose passes are the same: what is each one's own, and what is all of theirs."""
+
+    def __init__(self, optimizers: Sequence[TwoPassOptimizer]) -> None:
+        self.optimizers = list(optimizers)
+        _check(self.optimizers)
+        self.lead = self.optimizers[0]
+
+    def surroundings(self, signals: Signals, *, begins: bool) -> Surroundings:
+        """What the passes find, and have to leave."""
+        params = [p for opt in self.optimizers for p in opt._params()]
+        devices = {p.device for p in params}
+        start = RandomState(devices, others=True) if begins else self.lead._loop.mark
+        models = list(dict.fromkeys(opt.model for opt in self.optimizers if opt.model is not None))
+        model = nn.ModuleList(models) if len(models) > 1 else next(iter(models), None)
+        copies = Copies() if len(models) > 1 else self.lead._copies
+        around = Surroundings(params, devices, model, copies, start, begins, signals, seeks=begins)
+        if model is not None:
+            around.others = others.in_model(model, params)
+            around.in_model = len(around.others)
+        return around
+
+    @contextmanager
+    def passes(self, around: Surroundings) -> Iterator[None]:
+        """Where passes are made: nobody else's step, and all or nothing."""
+        with ExitStack() as stack:
+            for opt in self.optimizers[1:]:
+                opt._loop.busy = True
+                stack.callback(setattr, opt._loop, "busy", False)
+            stack.enter_context(self.lead._passes(around))
+            yield
+
+    def begin(self, found: First, around: Surroundings) -> list[Step]:
+        """Everybody's own step, from the gradients of the first pass."""
+        steps = [opt._begin(found, opt.second_pass_due) for opt in self.optimizers]
+        for opt, step in zip(self.optimizers, steps, strict=True):
+            opt._look_at_held_out_data(step, around)
+            opt._unfused = UNFUSED
+        return steps
+
+    def begun(self, around: Surroundings, scaler: torch.amp.GradScaler | None, loss: Tensor | None) -> list[Pending]:
+        """The same where the caller's own first pass has left them."""
+        if scaler is not None:
+            unscale(around.params, scaler)
+        steps = self.begin(First(loss), around)
+        if not all(step.slices for step in steps):
+            raise RuntimeError("joint_perturbed() before backward(): no parameter of an optimiser has a gradient")
+        joint = self.joint(steps)
+        course = Course(self.displaced(joint, safely=scaler is not None and around.model is None))
+        course.proceed()
+        return [Pending(step, course, is_scaled=scaler is not None, joint=joint) for step in steps]
+
+    def joint(self, steps: list[Step]) -> Step:
+        """What the passes are made for: all slices of those that are due."""
+        due = [step for step in steps if step.due] or steps
+        slices = [part for step in due for part in step.slices]
+        return Step(slices, due=any(step.due for step in steps), evaluation=steps[0].evaluation)
+
+    def displaced(self, joint: Step, *, safely: bool) -> Passes | None:
+        """The displaced passes of the joint step."""
+        owners = {id(p): opt for opt in self.optimizers for p in opt._params()}
+
+        def average(part: Slice) -> Tensors:
+            return owners[id(part.params[0])].rule.average(part)
+
+        state = ChainMap(*(opt.base.state for opt in self.optimizers))
+        rule: Any = SimpleNamespace(average=average, base=SimpleNamespace(state=state))
+        passes = self.lead.method.passes(joint, rule, safely=safely)
+        if joint.evaluation is not None:
+            joint.drop_graph()
+        return passes
+
+    def share(self, joint: Step, penalty: Tensors | None, steps: list[Step]) -> None:
+        """Give everybody what is theirs of what the passes have found."""
+        found = {} if penalty is None else dict(zip(map(id, joint.params), penalty, strict=True))
+        for opt, step in zip(self.optimizers, steps, strict=True):
+            step.evaluation, step.trace_ratio = None, joint.trace_ratio
+            step.rows = {p: joint.rows[p] for p in step.params if p in joint.rows}
+            if step.due and penalty is not None:
+                step.penalty, step.renewed = [found[id(p)] for p in step.params], True
+            opt._conclude(step)
+            opt._drawn = opt._drawn or self.lead._drawn
+
+    def check(self, steps: list[Step], call: Call, around: Surroundings) -> None:
+        """Refuse a step for all, if anybody's is not finite."""
+        for opt, step in zip(self.optimizers, steps, strict=True):
+            if what := opt._nonfinite(step, call, around):
+                raise NonFiniteError(
+                    f"{what}: the step was made by none, weights and state are as they were. Lower the learning rate "
+                    "or rho, or pass nonfinite='skip' to go on without such steps",
+                    step.told,
+                )
+
+
+def _check(optimizers: list[TwoPassOptimizer]) -> None:
+    """Refuse what cannot share its passes."""
+    for opt in optimizers:
+        checks.kind("optimizers", opt, TwoPassOptimizer, " of gtracer; torch's own make no second pass")
+    if len(optimizers) < 2:
+        raise ValueError(f"optimizers must be two or more, got {len(optimizers)}: one alone makes step(closure)")
+    params = [id(p) for opt in optimizers for p in opt._params()]
+    if len(params) != len(set(params)):
+        raise ValueError("optimizers must have no parameter in common, got one that two of them move")
+    lead = optimizers[0]
+    for opt in optimizers:
+        if opt.method != lead.method:
+            raise ValueError(
+                f"optimizers must make the same passes, got {lead.method} and {opt.method}: one engine and one "
+                "curvature for all"
+            )
+        if opt.reuse is not None and opt.reuse.always:
+            raise ValueError(f"optimizers with reuse={opt.reuse!r} make a pass of their own: leave it out")
+        if opt.implementation == "fused":
+            raise ValueError("optimizers with implementation = 'fused' cannot share passes: use 'auto'")
+    if lead.method.parts is not None or hasattr(getattr(lead.method, "engine", None), "evaluator"):
+        raise ValueError(f"optimizers with {lead.method} take the batch in parts themselves, and cannot share passes")

@@ -1,0 +1,94 @@
+"""Whether the second pass has seen the loss that the first one saw."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gtracer import tensors
+from gtracer.optim.evaluate import Evaluator, displaced_pass
+from gtracer.optim.stats import Verdict
+from gtracer.optim.step import Place, Step
+from gtracer.tensors import Tensors
+
+OTHER_LOSS = (
+    "the second pass of step(closure) saw another loss than the first: called again at the same weights, with torch's, "
+    "Python's and NumPy's random numbers replayed, the closure gave {again:.6g}, not {first:.6g}. Does it draw another "
+    "batch, or from a generator of its own? Draw outside of it and hand the batch over, step(closure, batch)"
+)
+MOST = 2**26  # weights: it takes a further copy of them
+LOOKED = 4  # steps with a second pass, in which the two losses are compared
+SAME, NEAR = 1e-5, 1e-3  # relative: what GPUs add up in another order is about the first
+
+
+class Losses:
+    """Compares the losses of both passes with what the gradients say, while they are made; no pass more.
+
+    Between w and w + e the loss changes by the mean slope on the way. It lies between the slopes at both ends where the
+    slope grows or falls all the way, so that half their sum times ‖e‖ is wrong by half their difference at most. What
+    is wrong by several times that is another loss, or a rough one: that is for a further pass to say.
+
+    Args:
+        step: Between its passes.
+        evaluator: Makes them.
+        radius: ‖e‖.
+        direction: Gives what e points along.
+        doubted: Whether those of the step before did not fit.
+    """
+
+    def __init__(
+        self, step: Step, evaluator: Evaluator, radius: float, direction: Callable[[], Tensors], *, doubted: bool
+    ) -> None:
+        self._step, self._evaluator, self._radius, self._direction = step, evaluator, radius, direction
+        self._doubted = doubted
+        self._told: Tensor | None = None
+        self._residual: Tensor | None = None
+
+    def at(self, params: Tensors, place: Place) -> Tensors:
+        """As the evaluator."""
+        told: list[Any] = []
+        noting = replace(self._evaluator, again=lambda: told.append(self._evaluator.again()))
+        gradients = noting.at(params, place)
+        first = self._step.loss
+        if self._residual is None and first is not None and isinstance(told[0], Tensor | float):
+            self._told = torch.as_tensor(told[0]).detach()
+            u = self._direction()
+            scale = self._radius / tensors.norm(u)
+            before = tensors.dot(self._step.gradients, u) * scale
+            after = tensors.dot(gradients, u) * scale
+            change, first = (self._told - first).to(before), first.to(before)  # of a model on several devices
+            allowed = 2 * (after - before).abs() + 3 * NEAR * first.abs()
+            self._residual = (change - (before + after) / 2).abs() - allowed
+        return gradients
+
+    def check(self) -> tuple[bool, Verdict | None]:
+        """Whether to go on looking, and a doubt that is still on its way from the device: nobody waits for it."""
+        if self._doubted:
+            return self._ask(), None
+        if self._residual is None:
+            return True, None
+        fits = Verdict((~(self._residual > 0)).float())
+        if not fits.is_there:
+            return True, fits
+        return fits.is_healthy or self._ask(), None
+
+    def _ask(self) -> bool:
+        """Make a further pass at the same weights, and warn if it gives another loss again."""
+        around = self._evaluator.around
+        # Two kernels leave the weights displaced until the update.
+        first = self._step.loss if self._step.kernels is None else self._told
+        assert first is not None
+        kept = [p.grad for p in around.params]
+        with displaced_pass(around.params, None, around):
+            again = torch.as_tensor(self._evaluator.again()).detach()
+        for p, gradient in zip(around.params, kept, strict=True):
+            p.grad = gradient
+        apart = float((again - first).abs() / first.abs())
+        if apart > NEAR:
+            warnings.warn(OTHER_LOSS.format(again=again.item(), first=first.item()), stacklevel=4)
+        return SAME < apart <= NEAR  # another batch may have nearly this loss by chance

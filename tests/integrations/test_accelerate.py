@@ -1,0 +1,83 @@
+"""A loop of Accelerate's makes the steps of a closure with micro-batches."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from gtracer import SAM, FiniteDifference, SGDTracer
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from gtracer.integrations.accelerate import Passes
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MAKERS = {
+    "sgd": lambda p, **k: SGDTracer(p, lr=0.1, momentum=0.9, rho=0.05, **k),
+    "central": lambda p, **k: SGDTracer(p, lr=0.1, rho=0.05, engine=FiniteDifference(central=True), **k),
+    "every second": lambda p, **k: SGDTracer(p, lr=0.1, rho=0.05, interval=2, **k),
+    "sam": lambda p, **k: SAM(torch.optim.SGD(p, lr=0.1), rho=0.05, **k),
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).double()
+
+
+def batches(dtype=torch.float64):
+    torch.manual_seed(1)
+    return list(zip(torch.randn(6, 12, 5, dtype=dtype), torch.randint(3, (6, 12)), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_steps_of_a_closure(make, accumulate, clip):
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True)
+    net, twin = network(), network()
+    model, optimizer = accelerator.prepare(net, make(net.parameters()))
+    passes, data = Passes(accelerator, model, optimizer), batches()
+    torch.manual_seed(2)
+    for x, y in data:
+        with accelerator.accumulate(model):
+            passes(lambda x, y: cross_entropy(model(x), y), x, y)
+            if clip and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    opt = make(twin.parameters(), model=twin)
+    torch.manual_seed(2)
+    for i in range(0, 6, accumulate):
+
+        def backward(parts=data[i : i + accumulate]):
+            for x, y in parts:
+                (cross_entropy(twin(x), y) / accumulate).backward()
+
+        opt.zero_grad()
+        backward()
+        for _ in range(opt.second_pass_due * (1 + opt.is_central)):
+            with opt.perturbed():
+                backward()
+        if clip:
+            nn.utils.clip_grad_norm_(twin.parameters(), clip)
+        opt.step()
+    torch.testing.assert_close(list(net.parameters()), list(twin.parameters()))
+    torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
+    assert optimizer.optimizer.steps == 6 // accumulate
+
+
+def test_another_optimiser_is_refused():
+    net = network()
+    with pytest.raises(ValueError, match="got SGD"):
+        Passes(Accelerator(cpu=True), net, torch.optim.SGD(net.parameters()))

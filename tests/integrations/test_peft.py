@@ -1,0 +1,64 @@
+"""Adapters of PEFT's: only they are displaced, and the frozen weights, of whatever kind, stay as they are."""
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from gtracer import AdamWTracer  # noqa: E402
+from support.trainers import TRACER, Watched, bert, trained  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]),
+    "dora": lambda: peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], use_dora=True),
+    "ia3": lambda: peft.IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[]),
+}
+
+
+def adapted(name):
+    base = bert().double()
+    torch.manual_seed(5)
+    return peft.get_peft_model(base, ADAPTERS[name]()).double()
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, name):
+    model, twin = adapted(name), adapted(name).train()
+    frozen = [p.clone() for p in model.parameters() if not p.requires_grad]
+    own = {"label_names": ["labels"], "weight_decay": 0.0}
+    _, made = trained(tmp_path, Watched, model=model, words={"tracer": TRACER}, **own)
+    params = [p for p in twin.parameters() if p.requires_grad]
+    opt = AdamWTracer(params, lr=1e-2, weight_decay=0.0, **TRACER)
+    for batch in made.seen:
+        opt.step(lambda batch=batch: twin(**batch).loss)
+    found = parameters_to_vector([p for p in model.parameters() if p.requires_grad]).detach()
+    torch.testing.assert_close(found, parameters_to_vector(params).detach(), rtol=1e-6, atol=1e-8)
+    assert all(map(torch.equal, frozen, [p for p in model.parameters() if not p.requires_grad]))
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0
+
+
+def test_a_frozen_base_in_bfloat16():
+    """Handed over whole, the model trains as its adapters do alone, to the bit."""
+
+    def weights(alone):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(bert().bfloat16(), ADAPTERS["lora"]())
+        for p in model.parameters():
+            p.data = p.data.float() if p.requires_grad else p.data
+        trained = [p for p in model.parameters() if p.requires_grad]
+        opt = AdamWTracer(trained if alone else model.parameters(), lr=1e-2, **TRACER)
+        words, labels = torch.randint(40, (8, 6)), torch.arange(8) % 2
+
+        def closure():
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(input_ids=words, labels=labels).loss
+
+        for _ in range(3):
+            opt.step(closure)
+        assert opt.stats.penalty_ratio > 0
+        return parameters_to_vector(trained).detach()
+
+    assert torch.equal(weights(True), weights(False))
