@@ -23,7 +23,16 @@ except ModuleNotFoundError as missing:  # torch alone is installed with the libr
     sys.exit(f"gtracer: this needs {missing.name}: pip install 'gtracer-optim[lab]'")
 
 
-SAID = ("data", "model", "clip", "drop", "image_size", "weights")  # options that say themselves what happens without
+SAID = (
+    "data",
+    "model",
+    "clip",
+    "drop",
+    "image_size",
+    "weights",
+    "loss",
+    "ema",
+)  # options that say themselves what happens without
 
 
 def parser() -> argparse.ArgumentParser:
@@ -349,13 +358,17 @@ def _train(chosen: argparse.Namespace) -> None:
             callbacks.append(TensorBoard(folder))
         record = train(config, folder, callbacks, resume=chosen.resume is not None, model=True)
     last, best, seconds = (record.summary()[key] for key in ("last", "best", "wall_time"))
+    if record.metric == "accuracy":
+        told = (f"test accuracy {last['test_accuracy']:.2%}", f"{best['test_accuracy']:.2%}")
+    else:
+        told = (f"test R² {last['test_r2']:.3f} (RMSE {last['test_rmse']:.4g})", f"{best['test_r2']:.3f}")
     console.out(
-        f"test accuracy {last['test_accuracy']:.2%} at the last epoch, {best['test_accuracy']:.2%} at the best "
-        f"({best['epoch']}), {seconds:.0f} s: {folder / 'record.json'}",
+        f"{told[0]} at the last epoch, {told[1]} at the best ({best['epoch']}), {seconds:.0f} s: "
+        f"{folder / 'record.json'}",
         highlight=False,
     )
     if (folder / saved.WEIGHTS).exists():
-        chosen_by = "the best by held-out data" if "holdout_accuracy" in record.curves else "the last"
+        chosen_by = "the best by held-out data" if record.holds_out else "the last"
         console.out(f"model of epoch {best_epoch(record)}, {chosen_by}: {folder / saved.WEIGHTS}", highlight=False)
 
 

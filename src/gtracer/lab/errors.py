@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -53,6 +55,14 @@ def shown(value: Any) -> str:
 def one_line(text: object) -> str:
     """A message without line breaks and other characters that are not printed."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+
+
+def raised(error: Exception) -> str:
+    """What somebody else's code raised, and where: a line for the message, since no traceback is shown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    told = one_line(error)
+    return f"{type(error).__name__}{': ' * bool(told)}{told}{where}"
 
 
 class _Short(reprlib.Repr):

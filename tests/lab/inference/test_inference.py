@@ -274,7 +274,7 @@ def no_labels(folder):
         (another_head, "model.safetensors is of another model: 'size mismatch for 7.weight"),
         (no_weights, "run holds no model.safetensors yet: go on with gtracer train --resume run"),
         (a_damaged_description, "model.json is damaged (it has no 'preprocessing')"),
-        (no_labels, "1.png has no labels to compare with: use gtracer predict"),
+        (no_labels, "1.png has no labels to compare with, or not for every example: use gtracer predict"),
         (lambda _: ["predict", "run", "none"], "cannot read none: there is no such file or folder"),
         (lambda _: ["predict", "elsewhere", "none"], "elsewhere holds no model.json: gtracer train leaves one"),
         (lambda _: ["export", "run", "--format", "hf"], "hf is for encoders of texts, not model mlp-bn"),

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
+from gtracer.lab.data.labels import Target, numbers
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import TEST_SHARE, Split, Task, stratified
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.errors import LabError, one_line, raised, shown
 
 
 def is_named(name: str) -> bool:
@@ -32,6 +34,8 @@ def function(name: str, *arguments: str) -> Callable[..., Any]:
             found = getattr(importlib.import_module(module), word)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise LabError(f"{name} cannot be had: {one_line(error)}") from error
+    except Exception as error:  # of the module itself
+        raise LabError(f"{name} cannot be had: {module} raises {raised(error)}") from error
     if not callable(found):
         raise LabError(f"{name} is no function, but {type(found).__name__}")
     try:
@@ -53,32 +57,55 @@ def _here() -> Any:
         sys.path.remove(place)
 
 
-def local(name: str, seed: int) -> Task:
+def local(name: str, seed: int, loss: str | None = None) -> Task:
     """One Dataset, of which a seeded fifth is for testing; or two, to train and test; or three, the second held out."""
-    given = function(name)()
-    sets = list(given) if isinstance(given, tuple | list) else [given]
-    if not 1 <= len(sets) <= 3 or not all(hasattr(each, "__getitem__") and hasattr(each, "__len__") for each in sets):
-        raise LabError(f"{name} must give one, two or three torch Datasets with a length, got {shown(given)}")
-    found = [_split(name, each) for each in sets]
-    if len(found) == 1:
-        rest, test = stratified(found[0].labels, TEST_SHARE, seed)
-        found = [found[0].rows(rest), found[0].rows(test)]
-    classes = 1 + max(int(split.labels.max()) for split in found)
-    held_out = _loaded(found[1]) if len(found) == 3 else None
-    train, test_split = _loaded(found[0]), _loaded(found[-1])
+    sets = _sets(name)
+    labels = [_labels(name, each) for each in sets]
+    real = numbers(torch.cat(labels).tolist(), loss, f"{name}: labels")
+    sizes = [len(each) for each in labels]
+    found = list(torch.split(real, sizes)) if real is not None else [_classes(name, each) for each in labels]
+    splits = [
+        Split.clean(Items(dataset, name=name), labels, [str(place) for place in range(len(labels))])
+        for dataset, labels in zip(sets, found, strict=True)
+    ]
+    if len(splits) == 1:
+        rest, test = stratified(splits[0].labels, TEST_SHARE, seed)
+        splits = [splits[0].rows(rest), splits[0].rows(test)]
+    target = None if real is None else Target.fitted(f"labels of {name}", splits[0].labels)
+    classes = 1 + max(int(split.labels.max()) for split in splits) if target is None else 0
+    splits = [_loaded(name, split, target) for split in splits]
+    train, test_split, held_out = splits[0], splits[-1], splits[1] if len(splits) == 3 else None
     assert not isinstance(train.inputs, list)
     shape = tuple(train.inputs.shape[1:])
     where = "read for each batch" if isinstance(train.inputs, Items) else "kept in memory"
-    note = f"{name}: {len(train.labels)} training examples of shape {shape} in {classes} classes, {where}"
+    what = f"in {classes} classes" if target is None else "with real numbers to predict"
+    note = f"{name}: {len(train.labels)} training examples of shape {shape} {what}, {where}"
     kind = "image" if len(shape) == 3 else "vector"
-    return Task(kind, classes, train, test_split, held_out, is_stratified=True, notes=(note,))
+    return Task(kind, classes, train, test_split, held_out, is_stratified=True, notes=(note,), target=target)
 
 
-def _split(name: str, dataset: Any) -> Split:
-    if not len(dataset):
+def _sets(name: str) -> list[Any]:
+    """What the function gives, one to three Datasets."""
+    wanted = function(name)
+    try:
+        given = wanted()
+    except LabError:
+        raise
+    except Exception as error:
+        raise LabError(f"{name} raises {raised(error)}") from error
+    sets = list(given) if isinstance(given, tuple | list) else [given]
+    if not 1 <= len(sets) <= 3 or any(isinstance(each, IterableDataset) or not _is_indexed(each) for each in sets):
+        raise LabError(
+            f"{name} must give one, two or three torch Datasets with a length and examples by their number (no "
+            f"IterableDataset), got {shown(given)}"
+        )
+    if any(not len(each) for each in sets):
         raise LabError(f"{name} gives a Dataset without examples")
-    labels = _labels(name, dataset)
-    return Split.clean(Items(dataset), labels, [str(place) for place in range(len(labels))])
+    return sets
+
+
+def _is_indexed(dataset: Any) -> bool:
+    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, str | dict)
 
 
 def _labels(name: str, dataset: Any) -> Tensor:
@@ -86,14 +113,27 @@ def _labels(name: str, dataset: Any) -> Tensor:
     given: Sequence[Any] | Tensor | None = getattr(dataset, "targets", None)
     try:
         found = torch.as_tensor([dataset[i][1] for i in range(len(dataset))] if given is None else given)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise LabError(f"{name}: examples must be pairs of an input and a class: {one_line(error)}") from error
-    if found.is_floating_point() or found.shape != (len(dataset),) or found.min() < 0:
-        raise LabError(f"{name}: labels must be whole numbers from 0, one for each example, got {shown(found[:3])}")
+    except Exception as error:  # also the Dataset's own, of any class
+        raise LabError(f"{name}: examples must be pairs of an input and a label: {raised(error)}") from error
+    if found.shape not in ((len(dataset),), (len(dataset), 1)):
+        raise LabError(f"{name}: labels must be a number for each example, got {shown(found[:3])}")
+    return found.flatten()
+
+
+def _classes(name: str, found: Tensor) -> Tensor:
+    if found.dtype == torch.bool:
+        return found.long()
+    if not found.isfinite().all() or (found != found.long()).any() or found.min() < 0:
+        wrong = found[(found != found.long()) | (found < 0)][0].item()
+        raise LabError(f"{name}: labels must be whole numbers from 0, or real numbers (--loss mse), got {wrong}")
     return found.long()
 
 
-def _loaded(split: Split) -> Split:
+def _loaded(name: str, split: Split, target: Target | None) -> Split:
     """In memory, where it is little."""
     assert isinstance(split.inputs, Items)
-    return Split(split.inputs.loaded(), split.labels, split.truth, split.ids)
+    inputs = split.inputs.loaded()
+    if isinstance(inputs, Tensor) and not inputs.isfinite().all():
+        wrong = int((~inputs.flatten(1).isfinite().all(1)).nonzero()[0])
+        raise LabError(f"{name}: example {split.ids[wrong]} holds NaN or infinity")
+    return Split.clean(inputs, split.labels if target is None else target.standardised(split.labels), split.ids)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import LabError, raised
 
 IN_MEMORY = 1 << 30  # bytes of a data set that is kept on the device as a whole
 MOST_WORKERS = 8
@@ -21,8 +21,8 @@ MOST_WORKERS = 8
 class Items:
     """Some examples of a Dataset, which gives an input or a pair of input and label."""
 
-    def __init__(self, dataset: Any, chosen: Sequence[int] | None = None) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, chosen: Sequence[int] | None = None, name: str = "the data set") -> None:
+        self.dataset, self.name = dataset, name
         self.chosen = range(len(dataset)) if chosen is None else chosen
 
     def __len__(self) -> int:
@@ -30,11 +30,18 @@ class Items:
 
     def rows(self, chosen: Tensor) -> Items:
         """These examples only, in this order."""
-        return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()])
+        return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()], self.name)
 
     def __getitem__(self, place: int) -> Tensor:
-        item = self.dataset[self.chosen[place]]
-        return torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+        number = self.chosen[place]
+        try:
+            item = self.dataset[number]
+            given = torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+        except LabError:
+            raise
+        except Exception as error:  # of the user's own code
+            raise LabError(f"{self.name}: example {number} cannot be had: {raised(error)}") from error
+        return given.float()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,7 +50,12 @@ class Items:
 
     def gathered(self, rows: Iterable[int]) -> Tensor:
         """These as one tensor."""
-        return torch.stack([self[row] for row in rows])
+        found = [self[row] for row in rows]
+        shapes = {tuple(each.shape): number for number, each in enumerate(found)}
+        if len(shapes) > 1:
+            told = " and ".join(map(str, list(shapes)[:2]))
+            raise LabError(f"{self.name}: examples have shapes {told}, all must have the same")
+        return torch.stack(found)
 
     def loaded(self) -> Tensor | Items:
         """All of them as one tensor, where they are few enough."""

@@ -32,10 +32,10 @@ def build(config: Config, task: Task) -> Built:
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
         local = bool(name) and (beside / "config.json").is_file()
-        found = encoders.build(str(beside) if local else name, task.classes, config.max_length)
+        found = encoders.build(str(beside) if local else name, task.outputs, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
     shape = tuple(_examples(task.train).shape[1:])
-    architecture = Architecture(task.kind, name, task.classes, shape, config.width, config.depth)
+    architecture = Architecture(task.kind, name, task.outputs, shape, config.width, config.depth)
     built = made(architecture, pretrained=config.pretrained)
     if config.init == "torch":
         built.model.apply(resnet.reset_convolution)

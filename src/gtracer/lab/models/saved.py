@@ -12,6 +12,7 @@ from safetensors.torch import load_model, save_model
 
 from gtracer.lab import data, files, models
 from gtracer.lab.config import Config
+from gtracer.lab.data.labels import Target
 from gtracer.lab.data.task import Preprocessing, Task
 from gtracer.lab.errors import LabError, one_line, shown
 from gtracer.lab.models.built import Architecture, Built
@@ -31,6 +32,7 @@ class Description:
         architecture: Of the network.
         classes: Their names, in the order of the outputs.
         preprocessing: Of what it is given; None where only the run's own data suits it.
+        target: The real number that it predicts, where it knows no classes.
         config: Of the run that trained it.
         versions: Of the packages that did.
     """
@@ -38,12 +40,13 @@ class Description:
     architecture: Architecture
     classes: tuple[str, ...]
     preprocessing: Preprocessing | None
+    target: Target | None
     config: Config
     versions: dict[str, str]
 
     @classmethod
     def of(cls, config: Config, task: Task, built: Built, versions: dict[str, str]) -> Description:
-        return cls(built.architecture, task.class_names, task.preprocessing, config, versions)
+        return cls(built.architecture, task.class_names, task.preprocessing, task.target, config, versions)
 
     def write(self, folder: Path) -> None:
         content = {
@@ -51,6 +54,7 @@ class Description:
             "model": asdict(self.architecture),
             "classes": self.classes,
             "preprocessing": None if self.preprocessing is None else self.preprocessing.described(),
+            "target": None if self.target is None else self.target.described(),
             "run": self.config.to_mapping() | {"data": None},  # where the data lies is the machine's business
             "versions": self.versions,
         }
@@ -69,11 +73,12 @@ class Description:
                     f"{path} has format {shown(content['format'])}, this gtracer reads {FORMAT}: "
                     "use the version that wrote it"
                 )
-            told = content["preprocessing"]
+            told, target = content["preprocessing"], content.get("target")  # older ones predict classes alone
             return cls(
                 Architecture.of(content["model"]),
                 tuple(content["classes"]),
                 None if told is None else data.preprocessing(told),
+                None if target is None else Target(**target),
                 Config.from_mapping(content["run"]),
                 content["versions"],
             )

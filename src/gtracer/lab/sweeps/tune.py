@@ -102,7 +102,8 @@ class Trial:
         >>> round(Trial({}, [0.5], []).error(100), 3), round(Trial({}, [0.4, 0.6], []).error(100), 3)
         (0.05, 0.1)
         """
-        counted = math.sqrt(self.score * (1 - self.score) / (examples * len(self.scores)))
+        of_one = max(0.0, self.score) * (1 - self.score)  # R² may be negative, and is treated as a share is
+        counted = math.sqrt(of_one / (examples * len(self.scores)))
         n = len(self.scores)
         return max(counted, statistics.stdev(self.scores) / math.sqrt(n) if n > 1 else 0.0)
 
@@ -261,11 +262,11 @@ def _cells(base: Config, values: dict[str, float], seeds: int) -> list[Config]:
 
 def _score(record: Record) -> float:
     """The last epoch's, not the best's: the best is chosen by looking. A run that diverged got nothing right."""
-    return 0.0 if record.failure is not None else record.curves["holdout_accuracy"][-1]
+    return 0.0 if record.failure is not None else record.curves[f"holdout_{record.metric}"][-1]
 
 
 def _test(record: Record) -> float:
-    return 0.0 if record.failure is not None else record.curves["test_accuracy"][-1]
+    return 0.0 if record.failure is not None else record.test[-1]
 
 
 def _held_out(base: Config) -> int:

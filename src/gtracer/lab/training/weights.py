@@ -23,14 +23,16 @@ def describe(run: Run, record: Record, folder: Path) -> None:
 
 def keep(run: Run, record: Record, folder: Path) -> None:
     """Write the weights after an epoch, where it is the best one so far by held-out data, or the last."""
-    holding_out = "holdout_accuracy" in record.curves
-    if best_epoch(record) == record.epochs and (holding_out or record.finished):
-        saved.write_weights(run.model, folder / saved.WEIGHTS, record.epochs)
-    if holding_out and record.finished:
-        saved.write_weights(run.model, folder / saved.LAST, record.epochs)
+    with run.kept():
+        if best_epoch(record) == record.epochs and (record.holds_out or record.finished):
+            saved.write_weights(run.model, folder / saved.WEIGHTS, record.epochs)
+        if record.holds_out and record.finished:
+            saved.write_weights(run.model, folder / saved.LAST, record.epochs)
 
 
 def best_epoch(record: Record) -> int:
     """By held-out data, the first of equals; without any, the last one: test data chooses nothing."""
-    held_out = record.curves.get("holdout_accuracy")
-    return record.epochs if held_out is None else 1 + max(range(record.epochs), key=held_out.__getitem__)
+    if not record.holds_out:
+        return record.epochs
+    scores = record.held_out()
+    return 1 + max(range(record.epochs), key=scores.__getitem__)
