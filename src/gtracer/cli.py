@@ -16,6 +16,7 @@ from gtracer import __version__
 try:
     from gtracer.lab import files
     from gtracer.lab.config import FINE_TUNING, Config, parsed
+    from gtracer.lab.config import whole as whole_options
     from gtracer.lab.errors import Interrupted, LabError
     from gtracer.lab.inference import commands as inference
     from gtracer.lab.parser import Parser, at_least_one, at_least_zero, integer, number, shortened, whole
@@ -326,7 +327,7 @@ def _add_option(options: Any, item: Field[Any]) -> None:
         options.add_argument(flag, nargs=2, type=number, default=None, metavar="B", help=text)
     else:
         options.add_argument(
-            flag, type=integer if isinstance(item.default, int) else str, default=None, metavar="X", help=text
+            flag, type=integer if item.name in whole_options() else str, default=None, metavar="X", help=text
         )
 
 

@@ -226,6 +226,12 @@ def numeric() -> frozenset[str]:
     return frozenset(name for name in OPTIONS if _takes(name, 0.5))
 
 
+@cache
+def whole() -> frozenset[str]:
+    """The options that take a whole number."""
+    return frozenset(name for name in OPTIONS if _takes(name, 5) and not _takes(name, 0.5) and not _takes(name, "5"))
+
+
 def _takes(name: str, value: Any) -> bool:
     try:
         _validator().validate_python({name: value})

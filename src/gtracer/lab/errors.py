@@ -60,7 +60,8 @@ def one_line(text: object) -> str:
 def raised(error: Exception) -> str:
     """What somebody else's code raised, and where: a line for the message, since no traceback is shown."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    theirs = [frame for frame in frames if not {"site-packages", "gtracer"} & {*Path(frame.filename).parts}] or frames
+    where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
     told = one_line(error)
     return f"{type(error).__name__}{': ' * bool(told)}{told}{where}"
 

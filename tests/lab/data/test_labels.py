@@ -39,7 +39,7 @@ def test_numbers_are_to_be_predicted_where_one_has_a_fraction_or_the_loss_says_s
 
 @pytest.mark.parametrize("wrong", ["x", "nan", "1e999", True, None])
 def test_what_is_no_number_is_named(wrong):
-    with pytest.raises(LabError, match=r"^f: column 'y', row 2: .* is no number, which loss = 'mse' wants$"):
+    with pytest.raises(LabError, match=r"^f: column 'y', row 2: .* is no number, and numbers are to be predicted$"):
         numbers(["1", wrong], "mse", "f: column 'y'")
 
 

@@ -84,6 +84,7 @@ class TestImages:
         assert task.notes == (
             f"{tmp_path / 'photos'}: images in 3 classes, RGB, scaled and cut to 10 × 10, "
             "normalised by the training images' mean and deviation, kept in memory",
+            "labels are taken as they are, and may be wrong: results are against them",
         )
 
     def test_an_image_is_its_pixels(self, tmp_path):
@@ -323,7 +324,10 @@ def table(change, *words):
             "label_noise = 0.1 is for",
         ),
         (table(lambda f: f, "--loss", "huber"), "d.csv: column 'label', row 1: '"),
-        (table(lambda f: f.assign(label=[*f["label"][:-1], None])), "1 rows have no label, such as row 200"),
+        (
+            table(lambda f: f.assign(label=[*f["label"][:-1], None])),
+            "1 rows have no label (nothing, NA, None and the like), such as row 200",
+        ),
         (table(lambda f: f.assign(label=["new", *f["label"][:-1]])), "d.csv: class 'new' has one example"),
         (table(lambda f: f.assign(age=[numpy.inf, *f["age"][1:]])), "column 'age' holds infinity"),
         (table(lambda f: f[:0]), "d.csv is empty: it has no row with a label"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ TEXTS = ("boolq", "wic", "rte")
 OWN: dict[str, Callable[[Config], Task]] = {
     "text": lambda config: text.local(
         files.expanded(config.task),
-        tuple(config.text_columns.split(",")),
+        tuple(name.strip() for name in config.text_columns.split(",")),
         config.label_column,
         config.seed,
         config.loss,
@@ -40,7 +41,7 @@ OWN: dict[str, Callable[[Config], Task]] = {
     "table": lambda config: tables.local(
         files.expanded(config.task),
         config.label_column,
-        tuple(config.drop.split(",")) if config.drop else (),
+        tuple(name.strip() for name in config.drop.split(",")) if config.drop else (),
         config.seed,
         config.loss,
     ),
@@ -65,6 +66,8 @@ def kind(name: str, text_columns: str = Config.text_columns) -> str:
         return "python" if python.is_named(name) else "text"
     if path.is_dir() and not rows.is_file(path) and pictures.are_in(path):
         return "image"
+    if path.is_dir() and not rows.is_file(path) and any(map(pictures.is_picture, path.iterdir())):
+        raise LabError(f"{path} holds images, but in no folders: they belong into one for each class")
     source = path if path.is_file() or rows.is_file(path) else rows.parts(path)["train"]
     if text_columns != Config.text_columns or not rows.is_file(source):
         return "text"
@@ -106,6 +109,10 @@ def load(config: Config) -> Task:
     _check_loss(config, task)
     if config.train_share < 1:
         task = task.narrowed(config.train_share, config.seed)
+    if config.task not in TASKS:
+        more = f"; {config.label_noise:.0%} of those to train on are changed" if config.label_noise else ""
+        noted = f"labels are taken as they are, and may be wrong: results are against them{more}"
+        task = replace(task, notes=(*task.notes, noted))
     if config.label_noise:
         task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
     return task.holding_out(config.holdout, config.seed) if config.holdout and task.holdout is None else task

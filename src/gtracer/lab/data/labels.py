@@ -63,6 +63,8 @@ def encoded(
     """
     where = {part: f"{file}: column {shown(column)}" for part, file in files.items()}
     first = next(iter(given))
+    if first == "" and len(given[first]) < 2:
+        raise LabError(f"{files[first]} has one row: two at least are needed, to train and to test")
     if (found := numbers(given[first], loss, where[first])) is not None:
         others = {part: numbers(given[part], REAL[0], where[part]) for part in given if part != first}
         return {first: found} | {part: each for part, each in others.items() if each is not None}, ()
@@ -108,7 +110,9 @@ def numbers(values: Sequence[Any], loss: str | None, where: str) -> Tensor | Non
         if number is None or not math.isfinite(number):
             if loss is None:
                 return None
-            raise LabError(f"{where}, row {row}: {shown(values[row - 1])} is no number, which loss = {loss!r} wants")
+            raise LabError(
+                f"{where}, row {row}: {shown(values[row - 1])} is no number, and numbers are to be predicted"
+            )
     if loss not in REAL and all(number.is_integer() for number in found if number is not None):
         return None
     return torch.tensor(found, dtype=torch.float64)

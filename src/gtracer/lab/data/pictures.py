@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, one_line, shown
 
 MODES = {1: "L", 3: "RGB"}
+GREY = ("1", "L", "LA", "I", "F")  # and those of 16 bits, which go on from I
+NO_PICTURES = ("BUFR", "GRIB", "HDF5", "MPEG", "PALM", "PDF")  # which Pillow knows the names of, and cannot read
+GAP = 2  # times the size that is wanted, at which a JPEG is decoded at least
 LARGEST = 64  # pixels of a side, where nothing is said: what nets that start from nothing learn in reasonable time
 PRETRAINED = 224  # what nets that were trained on ImageNet have seen, and its mean and deviation
 IMAGENET = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -93,11 +97,12 @@ class Files(Dataset[Tensor]):
 
 def local(folder: Path, size: int | None, pretrained: bool, seed: int) -> Task:
     """A folder of class folders; or of two or three of those, such as train and test, where they are split already."""
-    found = {part: of_classes(source) for part, source in (splits(folder) or {"": folder}).items()}
+    found = {part: of_classes(source) for part, source in (splits(folder) or {"": _whole(folder)}).items()}
     _check(folder, found)
     names = sorted({name for listed in found.values() for _, name in listed})
     places = {name: place for place, name in enumerate(names)}
-    if "" in found:
+    are_split = "" not in found
+    if not are_split:
         listed = found[""]
         both = stratified(torch.tensor([places[name] for _, name in listed]), TEST_SHARE, seed)
         found = {part: [listed[i] for i in rows.tolist()] for part, rows in zip(("train", "test"), both, strict=True)}
@@ -110,9 +115,22 @@ def local(folder: Path, size: int | None, pretrained: bool, seed: int) -> Task:
 
     parts = {part: split(listed) for part, listed in found.items()}
     where = "read for each batch" if isinstance(parts["train"].inputs, Items) else "kept in memory"
-    note = f"{folder}: images in {len(names)} classes, {note}, {where}"
+    notes = [f"{folder}: images in {len(names)} classes, {note}, {where}"]
     train, test, held_out = parts["train"], parts["test"], parts.get("holdout")
-    return Task("image", len(names), train, test, held_out, tuple(names), fitted, is_stratified=True, notes=(note,))
+    if untested := sorted(set(names) - {names[label] for label in test.labels.tolist()}):
+        others = f", nor of {len(untested) - 1} more" if len(untested) > 1 else ""
+        notes.append(f"{folder}: there are no test images of class {shown(untested[0])}{others}")
+    if not are_split and (empty := [path.name for path in _folders(_whole(folder)) if not pictures_in(path)]):
+        others = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        notes.append(f"{folder}: no class, since there are no images in it: {shown(empty[0])}{others}")
+    return Task("image", len(names), train, test, held_out, tuple(names), fitted, True, tuple(notes))
+
+
+def _whole(folder: Path) -> Path:
+    """Where the class folders are of a folder that is not split: in it, or in its train folder, where that is all."""
+    inner = _folders(folder)
+    is_all = len(inner) == 1 and inner[0].name.lower() in TRAIN
+    return inner[0] if is_all else folder
 
 
 def _check(folder: Path, found: dict[str, list[tuple[Path, str]]]) -> None:
@@ -134,7 +152,7 @@ def _check(folder: Path, found: dict[str, list[tuple[Path, str]]]) -> None:
 def _fitted(paths: list[Path], size: int | None, pretrained: bool, seed: int) -> tuple[Pictures, str]:
     """What suits these images; and in words."""
     headers = [_header(path) for path in paths]
-    grey = all(mode in ("1", "L") for mode, _ in headers) and not pretrained
+    grey = all(mode in GREY or mode.startswith("I;") for mode, _ in headers) and not pretrained
     side = size or (PRETRAINED if pretrained else min(LARGEST, median_low(min(shape) for _, shape in headers)))
     channels = 1 if grey else 3
     note = f"{'grey' if grey else 'RGB'}, scaled and cut to {side} × {side}"
@@ -164,7 +182,9 @@ def _reading(path: Path) -> Iterator[None]:
     from PIL import Image
 
     try:
-        yield
+        with warnings.catch_warnings():  # of large images, odd palettes, damaged EXIF data: they can be read
+            warnings.simplefilter("ignore")
+            yield
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         why = "it is empty" if path.stat().st_size == 0 else one_line(getattr(error, "strerror", None) or error)
         raise LabError(f"cannot read the image {path}: {why}: remove or replace it") from error
@@ -175,16 +195,31 @@ def opened(path: Path, size: tuple[int, int], channels: int) -> Tensor:
     from PIL import Image, ImageOps
 
     with _reading(path), Image.open(path) as image:
-        upright = ImageOps.exif_transpose(image).convert(MODES[channels])
+        image.draft(None, (GAP * max(size),) * 2)  # of a JPEG no more is decoded than it takes
+        upright = _in_eight_bits(ImageOps.exif_transpose(image)).convert(MODES[channels])
         fitted = ImageOps.fit(upright, size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(numpy.array(fitted))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
 
 
+def _in_eight_bits(image: Any) -> Any:
+    """Deeper pixels, which Pillow cuts off at 255, on the scale of the others: 16 bits, or real numbers from 0 to 1."""
+    from PIL import Image
+
+    if not image.mode.startswith(("I", "F")):
+        return image
+    pixels = numpy.asarray(image, dtype=numpy.float32)
+    if image.mode != "F":
+        pixels = pixels / 257
+    elif pixels.max() <= 1:
+        pixels = pixels * 255
+    return Image.fromarray(numpy.nan_to_num(pixels).clip(0, 255).round().astype(numpy.uint8))
+
+
 def splits(folder: Path) -> dict[str, Path]:
     """The folders that it is split into: train, test and holdout; none where it is not split."""
     there = {path.name: path for path in folder.iterdir() if path.is_dir()}
-    return parts_of(there) if any(name in there for name in TRAIN) else {}
+    return parts_of(there) if any(name.lower() in TRAIN for name in there) else {}
 
 
 def are_in(folder: Path) -> bool:
@@ -194,17 +229,25 @@ def are_in(folder: Path) -> bool:
 
 def of_classes(folder: Path) -> list[tuple[Path, str]]:
     """The images in a folder's class folders, each with the name of its class."""
-    folders = sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
-    return [(path, inner.name) for inner in folders for path in pictures_in(inner)]
+    return [(path, inner.name) for inner in _folders(folder) for path in pictures_in(inner)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
 
 
 def pictures_in(folder: Path) -> list[Path]:
-    """All images below it."""
-    return sorted(p for p in folder.rglob("*") if is_picture(p))
+    """All images below it, but for hidden ones."""
+    return sorted(p for p in folder.rglob("*") if is_picture(p) and not _is_hidden(p.relative_to(folder)))
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def is_picture(path: Path) -> bool:
     """By its name; what it holds may still be something else."""
     from PIL import Image
 
-    return path.suffix.lower() in Image.registered_extensions() and path.name[0] != "." and path.is_file()
+    kind = Image.registered_extensions().get(path.suffix.lower(), NO_PICTURES[0])
+    return kind not in NO_PICTURES and path.name[0] != "." and path.is_file()

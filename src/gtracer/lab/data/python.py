@@ -72,7 +72,7 @@ def local(name: str, seed: int, loss: str | None = None) -> Task:
         rest, test = stratified(splits[0].labels, TEST_SHARE, seed)
         splits = [splits[0].rows(rest), splits[0].rows(test)]
     target = None if real is None else Target.fitted(f"labels of {name}", splits[0].labels)
-    classes = 1 + max(int(split.labels.max()) for split in splits) if target is None else 0
+    classes = _count(name, splits) if target is None else 0
     splits = [_loaded(name, split, target) for split in splits]
     train, test_split, held_out = splits[0], splits[-1], splits[1] if len(splits) == 3 else None
     assert not isinstance(train.inputs, list)
@@ -112,12 +112,18 @@ def _labels(name: str, dataset: Any) -> Tensor:
     """By the attribute that torchvision's have, or else item by item."""
     given: Sequence[Any] | Tensor | None = getattr(dataset, "targets", None)
     try:
-        found = torch.as_tensor([dataset[i][1] for i in range(len(dataset))] if given is None else given)
+        found = torch.as_tensor([_label(dataset[i]) for i in range(len(dataset))] if given is None else given)
     except Exception as error:  # also the Dataset's own, of any class
         raise LabError(f"{name}: examples must be pairs of an input and a label: {raised(error)}") from error
     if found.shape not in ((len(dataset),), (len(dataset), 1)):
         raise LabError(f"{name}: labels must be a number for each example, got {shown(found[:3])}")
     return found.flatten()
+
+
+def _label(example: Any) -> Any:
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise TypeError(f"one is of type {type(example).__name__}")
+    return example[1]
 
 
 def _classes(name: str, found: Tensor) -> Tensor:
@@ -129,11 +135,21 @@ def _classes(name: str, found: Tensor) -> Tensor:
     return found.long()
 
 
+def _count(name: str, splits: list[Split]) -> int:
+    """How many classes there are; refused where hardly any of the numbers stands for one."""
+    highest, examples = max(int(split.labels.max()) for split in splits), sum(len(split.labels) for split in splits)
+    if not 0 < highest < examples:
+        what = (
+            "all are of class 0" if not highest else f"they go up to {highest:,}, and there are {examples:,} examples"
+        )
+        raise LabError(f"{name}: labels must be numbers of two classes at least, from 0 without gaps: {what}")
+    return highest + 1
+
+
 def _loaded(name: str, split: Split, target: Target | None) -> Split:
     """In memory, where it is little."""
     assert isinstance(split.inputs, Items)
     inputs = split.inputs.loaded()
-    if isinstance(inputs, Tensor) and not inputs.isfinite().all():
-        wrong = int((~inputs.flatten(1).isfinite().all(1)).nonzero()[0])
-        raise LabError(f"{name}: example {split.ids[wrong]} holds NaN or infinity")
+    if len(inputs.shape) < 2:
+        raise LabError(f"{name}: an example must be a tensor with a dimension at least, got a number alone")
     return Split.clean(inputs, split.labels if target is None else target.standardised(split.labels), split.ids)

@@ -44,7 +44,8 @@ def parts(folder: Path) -> dict[str, Path]:
 
 
 def parts_of(there: dict[str, Path]) -> dict[str, Path]:
-    """Of files or folders by their names those that are splits; none, where there are not two at least."""
+    """Of files or folders by their names, in capitals or not, those that are splits; none, where there are not two."""
+    there = {name.lower(): path for name, path in there.items()}
     train, held_out, test = (
         next((there[name] for name in names if name in there), None) for names in (TRAIN, HELD_OUT, TEST)
     )

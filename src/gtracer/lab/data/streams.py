@@ -41,7 +41,10 @@ class Items:
             raise
         except Exception as error:  # of the user's own code
             raise LabError(f"{self.name}: example {number} cannot be had: {raised(error)}") from error
-        return given.float()
+        found = given.float()
+        if not found.isfinite().all():
+            raise LabError(f"{self.name}: example {number} holds NaN or infinity")
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,8 @@ class Columns:
                 raise LabError(f"{path} has no column {shown(name)}, which the model was trained with: it has {has}")
         for name in self.numbers:
             _refuse_words(frame[name], path)
+        if not len(frame):
+            return torch.zeros(0, 0)
         return torch.tensor(
             self.transformer.transform(_as_wanted(frame, self.numbers, self.categories)), dtype=torch.float32
         )
@@ -87,8 +90,8 @@ def local(path: Path, label: str, drop: tuple[str, ...], seed: int, loss: str | 
     for part, frame in frames.items():
         _check(sources[part], frame, label, drop)
     first = next(iter(frames))
-    kinds = _kinds(frames[first].drop(columns=[label, *drop]), path, label)
     labels, names = encoded({part: _names(frame[label]) for part, frame in frames.items()}, sources, label, loss)
+    kinds = _kinds(frames[first].drop(columns=[label, *drop]), path, label)
     ids = {part: [f"{sources[part].name}: row {n}" for n in range(1, len(found) + 1)] for part, found in frames.items()}
     if "" in frames:
         for part, chosen in zip(("train", "test"), stratified(labels[""], TEST_SHARE, seed), strict=True):
@@ -174,7 +177,7 @@ def _is_plain(column: Any) -> bool:
 
 def _only_counts(column: Any) -> bool:
     """Whether it is the rows' own number, in whatever order: nothing to learn from, and all there is to memorise."""
-    if not _is_number(column) or len(column) < COUNTER or column.isna().any() or (column % 1 != 0).any():
+    if column.dtype.kind not in "iu" or len(column) < COUNTER:
         return False
     return bool(column.is_unique and column.max() - column.min() == len(column) - 1)
 
@@ -217,8 +220,8 @@ def _frame(path: Path, label: str) -> tuple[Any, list[str]]:
         if name != label:
             found, words = _as_numbers(frame[name], is_text=rows.is_one_of(path, rows.SEPARATED))
             if len(words):
-                count = f"{len(words)} values that are no numbers, such as {shown(words.iloc[0])}, and count as missing"
-                notes.append(f"{path}: {_columns([name])} {count}")
+                told = f"{len(words)} of its values count as missing: no numbers, such as {shown(words.iloc[0])}"
+                notes.append(f"{path}: column {shown(name)} has numbers; {told}")
             if _is_number(found) and (found.abs() > LARGEST).any():
                 worst = found[found.abs() > LARGEST].iloc[0]
                 what = "infinity" if numpy.isinf(worst) else f"{worst:g}, too large to compute with"
@@ -272,18 +275,21 @@ def _read(path: Path, label: str) -> Any:
     text = files.read(path).decode("utf-8-sig")
     comma = separator != "," and _has_decimal_commas(text, separator)
     try:
-        frame = pandas.read_csv(
-            io.StringIO(text),
-            sep=separator,
-            decimal="," if comma else ".",
-            skipinitialspace=True,
-            low_memory=False,
-            dtype={label: str},
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pandas.errors.ParserWarning)  # that values at the end of rows are lost
+            frame = pandas.read_csv(
+                io.StringIO(text),
+                sep=separator,
+                decimal="," if comma else ".",
+                skipinitialspace=True,
+                low_memory=False,
+                dtype={label: str},
+                index_col=False,  # else it takes the first column for one, where rows have more values than columns
+            )
+    except pandas.errors.ParserWarning as error:
+        raise LabError(f"{path} is damaged: its rows have more values than the {len(names)} columns") from error
     except ValueError as error:  # pandas' own are ValueErrors
         raise LabError(f"{path} is damaged: {one_line(error)}") from error
-    if not isinstance(frame.index, pandas.RangeIndex):
-        raise LabError(f"{path} is damaged: its rows have more values than the {len(names)} columns")
     frame.columns = frame.columns.str.strip()
     if comma and label in frame:
         frame[label] = frame[label].str.replace(r"^(-?\d+),(\d+)$", r"\1.\2", regex=True)
@@ -304,7 +310,8 @@ def _check(path: Path, frame: Any, label: str, drop: tuple[str, ...]) -> None:
         raise LabError(f"{path} is empty: it has no row with a label")
     missing = numpy.flatnonzero(frame[label].isna())
     if len(missing):
-        raise LabError(f"{path}: {len(missing)} rows have no label, such as row {missing[0] + 1}: remove them")
+        told = f"{len(missing)} rows have no label (nothing, NA, None and the like), such as row {missing[0] + 1}"
+        raise LabError(f"{path}: {told}: remove them, or name that class otherwise")
     if not _is_plain(frame[label]):
         raise LabError(f"{path}: column {shown(label)} holds lists or mappings, which are no labels")
 

@@ -108,7 +108,7 @@ class Task:
             rest, held_out = stratified(self.train.truth, share, seed)  # or label noise would change who it is
             if not len(held_out):
                 what = "no class has two training examples" if self.target is None else "there is one training example"
-                raise LabError(f"holdout = {share}: {what}, one of which could be held out")
+                raise LabError(f"holdout = {share}: {what}, one of which could be held out; without: --holdout 0")
             return replace(self, train=self.train.rows(rest), holdout=self.train.rows(held_out))
         order = _shuffled(len(self.train.labels), -1 - seed)
         held = round(share * len(order))

@@ -20,7 +20,7 @@ from gtracer.lab.data.labels import Target
 from gtracer.lab.errors import LabError, one_line
 from gtracer.lab.inference.trained import Trained
 from gtracer.lab.models import saved
-from gtracer.lab.models.encoders import Classifier
+from gtracer.lab.models.encoders import Classifier, quiet, transformers
 
 ROWS = 3  # of the examples that it is traced with; which number it is does not matter, but it must not be 1
 WORDS = 16
@@ -163,7 +163,8 @@ def _hugging_face(trained: Trained, target: Path) -> None:
         model.config.label2id = {name: place for place, name in enumerate(trained.classes)}
     try:
         shutil.copytree(trained.folder / saved.PARTS, target, dirs_exist_ok=True)
-        model.save_pretrained(target)
+        with quiet(transformers()):
+            model.save_pretrained(target)
     except OSError as error:
         raise LabError(f"cannot write {target}: {one_line(error)}") from error
 
@@ -179,9 +180,9 @@ def _fold(model: nn.Module, target: Target) -> None:
 
 
 def _read_hugging_face(trained: Trained, target: Path) -> Callable[..., Tensor]:
-    from transformers import AutoModelForSequenceClassification
-
-    made = AutoModelForSequenceClassification.from_pretrained(target).eval()
+    library = transformers()
+    with quiet(library):
+        made = library.AutoModelForSequenceClassification.from_pretrained(target).eval()
     names = list(trained.built.inputs)
     return lambda *some: made(**dict(zip(names, some, strict=True))).logits
 

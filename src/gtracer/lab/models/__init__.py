@@ -21,7 +21,7 @@ __all__ = ["Architecture", "Built", "build", "network", "rebuilt"]
 
 
 # Where no name is given, for each kind of data.
-DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": ""}
+DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": "bert-base-uncased"}
 
 
 def build(config: Config, task: Task) -> Built:
@@ -31,7 +31,7 @@ def build(config: Config, task: Task) -> Built:
         if config.init != "own":
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
-        local = bool(name) and (beside / "config.json").is_file()
+        local = (beside / "config.json").is_file()
         found = encoders.build(str(beside) if local else name, task.outputs, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
     shape = tuple(_examples(task.train).shape[1:])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gtracer.lab.data import python
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.models.built import Architecture
 
 TIMM = "timm/"
@@ -50,7 +50,11 @@ def _timm(of: Architecture, pretrained: bool) -> nn.Module:
 
 
 def _by_function(of: Architecture) -> nn.Module:
-    model = python.function(of.name, "shape", "classes")(shape=of.shape, classes=of.outputs)
+    function = python.function(of.name, "shape", "classes")
+    try:
+        model = function(shape=of.shape, classes=of.outputs)
+    except Exception as error:
+        raise LabError(f"{of.name} raises {raised(error)}") from error
     if not isinstance(model, nn.Module):
         raise LabError(f"{of.name} must give a torch.nn.Module, got {shown(model)}")
     return model
@@ -61,9 +65,10 @@ def _check(model: nn.Module, of: Architecture) -> None:
     """With two examples of nothing, before anything is trained on."""
     was = model.training
     try:
-        found = tuple(model.eval()(torch.zeros(2, *of.shape)).shape)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {one_line(error)}") from error
+        given = model.eval()(torch.zeros(2, *of.shape))
+        found = tuple(given.shape) if isinstance(given, Tensor) else (2, type(given).__name__)
+    except Exception as error:  # the user's own code, or timm's assertions
+        raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {raised(error)}") from error
     finally:
         model.train(was)
     if found != (2, of.outputs):
@@ -90,11 +95,14 @@ def take_weights(model: nn.Module, path: Path) -> list[str]:
 
 def _weights(path: Path) -> dict[str, Tensor]:
     try:
-        if path.suffix == ".safetensors":
+        if path.suffix.lower() == ".safetensors":
             return load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise LabError(f"cannot read the weights {path}: {one_line(error)}") from error
+    except OSError as error:
+        raise LabError(f"cannot read the weights {path}: {error.strerror or one_line(error)}") from error
+    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        told = "it is damaged, or neither a .safetensors file nor a state_dict that torch.save wrote"
+        raise LabError(f"cannot read the weights {path}: {told}") from error
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise LabError(f"{path} holds no weights by their names, but {shown(type(found).__name__)}")
