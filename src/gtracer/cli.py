@@ -245,11 +245,12 @@ def _add_bench(commands: Any) -> None:
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "throughput: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
         "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. scaling: the time of "
-        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches.",
+        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches. loading: reading 10,000 JPEGs of "
+        "224 pixels as training does, beside a plain DataLoader.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    choices = ["estimators", "throughput", "steps", "scaling"]
+    choices = ["estimators", "throughput", "steps", "scaling", "loading"]
     renamed = _renamed({"side-by-side": "throughput", "sizes": "scaling"})
     bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
     models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
@@ -460,12 +461,15 @@ def _engine(chosen: argparse.Namespace) -> Any:
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab.benchmarks import estimators, optimizers, scaling, throughput
+    from gtracer.lab.benchmarks import estimators, loading, optimizers, scaling, throughput
 
     common = {name: getattr(chosen, name) for name in ("batch_size", "rounds", "device", "out")}
     common["model"] = getattr(chosen, "model", "resnet20-gn" if chosen.what == "estimators" else "resnet20")
     if chosen.what == "estimators":
         estimators.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
+    elif chosen.what == "loading":
+        common.pop("model")
+        loading.loading(**common, console=Console())
     elif chosen.what == "scaling":
         common.pop("model")
         scaling.scaling(**common, precision=chosen.precision, console=Console())

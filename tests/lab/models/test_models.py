@@ -9,7 +9,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.data.batches import cropped_and_flipped
 from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import LabError
-from gtracer.lab.models import encoders
+from gtracer.lab.models import encoders, hub
 from gtracer.lab.models.resnet import Block
 from support.encoders import SIZES, tiny_bert
 
@@ -216,8 +216,7 @@ class TestLanguage:
 
     def test_without_a_name_and_a_network_one_line_says_what_to_give(self, tmp_path, monkeypatch):
         """Nobody asks the hub again and again."""
-        monkeypatch.setattr(encoders, "_is_offline", lambda: True)
-        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setattr(hub, "is_offline", lambda: True)
         (tmp_path / "films.csv").write_text("text,label\n" + "good film,1\nbad film,0\n" * 5)
         config = Config(task=str(tmp_path / "films.csv"), data=str(tmp_path))
         assert models.DEFAULTS["text"] == "bert-base-uncased"

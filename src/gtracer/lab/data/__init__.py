@@ -25,6 +25,7 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "wic": lambda config: text.wic(folder(config)),
     "rte": lambda config: text.rte(folder(config)),
 }
+TIMM = "timm/"  # before a name of theirs
 TEXTS = ("boolq", "wic", "rte")
 # The user's own, by what it is found to be.
 OWN: dict[str, Callable[[Config], Task]] = {
@@ -36,7 +37,7 @@ OWN: dict[str, Callable[[Config], Task]] = {
         config.loss,
     ),
     "image": lambda config: pictures.local(
-        files.expanded(config.task), config.image_size, _of_imagenet(config), config.seed
+        files.expanded(config.task), config.image_size, config.seed, _as_trained(config)
     ),
     "table": lambda config: tables.local(
         files.expanded(config.task),
@@ -49,9 +50,20 @@ OWN: dict[str, Callable[[Config], Task]] = {
 }
 
 
-def _of_imagenet(config: Config) -> bool:
-    """Whether the model was trained on it, whose size and normalisation it knows."""
-    return (config.model or "").startswith("timm/") and (config.pretrained or config.weights is not None)
+def _as_trained(config: Config) -> pictures.Pictures | None:
+    """The size and normalisation that a model of timm's was trained with; None where it begins anew."""
+    name = config.model or ""
+    if not name.startswith(TIMM) or not (config.pretrained or config.weights is not None):
+        return None
+    try:
+        from timm import get_pretrained_cfg
+    except Exception:  # whoever builds the model says why
+        return pictures.Pictures.of_imagenet()
+    known = get_pretrained_cfg(name.removeprefix(TIMM))
+    if known is None or len(known.mean) != 3:
+        return pictures.Pictures.of_imagenet()
+    mean, deviation = (tuple(255 * share for share in each) for each in (known.mean, known.std))
+    return pictures.Pictures(known.input_size[1:], mean, deviation)
 
 
 def kind(name: str, text_columns: str = Config.text_columns) -> str:

@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -47,12 +47,30 @@ class Pictures:
     deviation: tuple[float, ...]
     flat: bool = False
 
+    @classmethod
+    def of_imagenet(cls) -> Pictures:
+        """What nets were trained with, where nothing else is known."""
+        return cls((PRETRAINED, PRETRAINED), *IMAGENET)
+
     def __call__(self, path: Path) -> Tensor:
         """Read one."""
-        pixels = opened(path, self.size, len(self.mean))
-        mean, deviation = (torch.tensor(each)[:, None, None] for each in (self.mean, self.deviation))
-        made = (pixels - mean) / deviation
-        return made.flatten() if self.flat else made
+        return self.finish(self.opened(path)[None])[0]
+
+    def opened(self, path: Path) -> Tensor:
+        """Its bytes, scaled and cut."""
+        return opened(path, self.size, len(self.mean))
+
+    def finish(self, pixels: Tensor) -> Tensor:
+        """Of a batch's bytes what the model takes."""
+        mean, deviation = (
+            torch.tensor(each, device=pixels.device)[:, None, None] for each in (self.mean, self.deviation)
+        )
+        made = pixels.float().sub_(mean).div_(deviation)
+        return made.flatten(1) if self.flat else made
+
+    def items(self, paths: list[Path]) -> Items:
+        """These files, as they are wanted."""
+        return Items(Files(paths, self.opened), finish=self.finish)
 
     def read(self, path: Path) -> Found:
         """One file; the files of a folder; of class folders, with their labels, or of those in its test folder."""
@@ -64,7 +82,7 @@ class Pictures:
         if not paths:
             raise LabError(f"{path} holds no images")
         ids = [str(p.relative_to(path)) for p in paths]
-        return Found(Items(Files(paths, self)), ids, [name for _, name in found] or None)
+        return Found(self.items(paths), ids, [name for _, name in found] or None)
 
     def pixels(self, made: Tensor) -> Tensor:
         """Back from what was made of an image: bytes, channels first."""
@@ -95,7 +113,7 @@ class Files(Dataset[Tensor]):
         return self.read(self.paths[place])
 
 
-def local(folder: Path, size: int | None, pretrained: bool, seed: int) -> Task:
+def local(folder: Path, size: int | None, seed: int, trained: Pictures | None = None) -> Task:
     """A folder of class folders; or of two or three of those, such as train and test, where they are split already."""
     found = {part: of_classes(source) for part, source in (splits(folder) or {"": _whole(folder)}).items()}
     _check(folder, found)
@@ -106,12 +124,12 @@ def local(folder: Path, size: int | None, pretrained: bool, seed: int) -> Task:
         listed = found[""]
         both = stratified(torch.tensor([places[name] for _, name in listed]), TEST_SHARE, seed)
         found = {part: [listed[i] for i in rows.tolist()] for part, rows in zip(("train", "test"), both, strict=True)}
-    fitted, note = _fitted([path for path, _ in found["train"]], size, pretrained, seed)
+    fitted, note = _fitted([path for path, _ in found["train"]], size, seed, trained)
 
     def split(listed: list[tuple[Path, str]]) -> Split:
         labels = torch.tensor([places[name] for _, name in listed], dtype=torch.int64)
         ids = [str(path.relative_to(folder)) for path, _ in listed]
-        return Split.clean(Items(Files([path for path, _ in listed], fitted)).loaded(), labels, ids)
+        return Split.clean(fitted.items([path for path, _ in listed]).loaded(), labels, ids)
 
     parts = {part: split(listed) for part, listed in found.items()}
     where = "read for each batch" if isinstance(parts["train"].inputs, Items) else "kept in memory"
@@ -149,15 +167,16 @@ def _check(folder: Path, found: dict[str, list[tuple[Path, str]]]) -> None:
             raise LabError(f"{folder}: class {shown(unseen[0])} has no images for training, only others")
 
 
-def _fitted(paths: list[Path], size: int | None, pretrained: bool, seed: int) -> tuple[Pictures, str]:
-    """What suits these images; and in words."""
+def _fitted(paths: list[Path], size: int | None, seed: int, trained: Pictures | None) -> tuple[Pictures, str]:
+    """What suits these images, or the model, where it was trained before; and in words."""
     headers = [_header(path) for path in paths]
-    grey = all(mode in GREY or mode.startswith("I;") for mode, _ in headers) and not pretrained
-    side = size or (PRETRAINED if pretrained else min(LARGEST, median_low(min(shape) for _, shape in headers)))
+    grey = all(mode in GREY or mode.startswith("I;") for mode, _ in headers) and trained is None
+    usual = min(LARGEST, median_low(min(shape) for _, shape in headers)) if trained is None else trained.size[0]
+    side = size or usual
     channels = 1 if grey else 3
     note = f"{'grey' if grey else 'RGB'}, scaled and cut to {side} × {side}"
-    if pretrained:
-        return Pictures((side, side), *IMAGENET), f"{note}, normalised by ImageNet's mean and deviation"
+    if trained is not None:
+        return replace(trained, size=(side, side)), f"{note}, normalised as the model was trained"
     order = torch.randperm(len(paths), generator=torch.Generator().manual_seed(seed))[:SAMPLE]
     pixels = torch.stack([opened(paths[i], (side, side), channels) for i in order.tolist()]).float()
     mean, deviation = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))
@@ -196,7 +215,8 @@ def opened(path: Path, size: tuple[int, int], channels: int) -> Tensor:
 
     with _reading(path), Image.open(path) as image:
         image.draft(None, (GAP * max(size),) * 2)  # of a JPEG no more is decoded than it takes
-        upright = _in_eight_bits(ImageOps.exif_transpose(image)).convert(MODES[channels])
+        ImageOps.exif_transpose(image, in_place=True)
+        upright = _in_eight_bits(image).convert(MODES[channels])
         fitted = ImageOps.fit(upright, size[::-1], Image.Resampling.BILINEAR)
     pixels = torch.from_numpy(numpy.array(fitted))
     return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()

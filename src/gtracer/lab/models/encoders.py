@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging as python_logging
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +18,7 @@ from gtracer.lab.data.task import Found, Split
 from gtracer.lab.data.tokens import Tokens, tokens
 from gtracer.lab.errors import LabError
 from gtracer.lab.files import is_folder
+from gtracer.lab.models import hub
 from gtracer.lab.models.built import Architecture, Built
 
 # Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
@@ -120,7 +117,7 @@ def build(name: str, classes: int, max_length: int) -> Built:
     """Load model and tokenizer; a head that does not fit the task is made anew."""
     library = transformers()
     with quiet(library):
-        local = is_folder(Path(name)) or _is_offline()
+        local = is_folder(Path(name)) or hub.is_offline()
         tokenizer = _loaded(
             name, "tokenizer", lambda: library.AutoTokenizer.from_pretrained(name, local_files_only=local)
         )
@@ -181,7 +178,9 @@ def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # a damaged folder can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = "" if is_folder(Path(name)) or not _is_offline() else "; offline, --model takes a folder that holds one"
+        hint = (
+            "" if is_folder(Path(name)) or not hub.is_offline() else "; offline, --model takes a folder that holds one"
+        )
         raise LabError(f"model {name!r} could not be loaded, its {what}: {first}{hint}") from error
 
 
@@ -218,28 +217,14 @@ def _positions(model: nn.Module) -> int:
 @contextmanager
 def quiet(library: Any) -> Iterator[None]:
     """What there is to say about loading is said here, in a line."""
-    logging, hub = library.utils.logging, python_logging.getLogger("huggingface_hub")
-    level, bar, of_hub = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.level
+    logging = library.utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hub.setLevel(python_logging.ERROR)
     try:
-        yield
+        with hub.asked():
+            yield
     finally:
         logging.set_verbosity(level)
-        hub.setLevel(of_hub)
         if bar:
             logging.enable_progress_bar()
-
-
-def _is_offline() -> bool:
-    """Whether the hub has no address here: it would be asked again and again, for most of a minute."""
-    from huggingface_hub.constants import ENDPOINT
-
-    if getproxies():
-        return False
-    try:
-        socket.getaddrinfo(urlsplit(ENDPOINT).hostname, 443)
-    except OSError:
-        return True
-    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gtracer.lab.data import python
+from gtracer.lab.data import TIMM, python
 from gtracer.lab.errors import LabError, one_line, raised, shown
+from gtracer.lab.models import hub
 from gtracer.lab.models.built import Architecture
 
-TIMM = "timm/"
 WRAPPED = ("state_dict", "model")  # where others' checkpoints keep the weights
 
 
@@ -34,18 +35,23 @@ def made(of: Architecture, *, pretrained: bool = False) -> nn.Module:
 def _timm(of: Architecture, pretrained: bool) -> nn.Module:
     try:
         import timm
-    except ImportError as error:  # also where torchvision, which it needs, is another torch's
+    except (ImportError, RuntimeError) as error:  # also where torchvision, which it needs, is another torch's
         raise LabError(
             f"model {of.name!r} needs timm, and that torchvision ({one_line(error)}): pip install 'gtracer-optim[timm]'"
         ) from error
     if len(of.shape) != 3:
         raise LabError(f"model {of.name!r} wants images, the task's examples have shape {of.shape}")
+    name = of.name.removeprefix(TIMM)
+    known = timm.get_pretrained_cfg(name)
+    sized = {"img_size": of.shape[1:]} if known is not None and known.fixed_input_size else {}
     try:
-        model: nn.Module = timm.create_model(
-            of.name.removeprefix(TIMM), pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0]
-        )
+        with hub.asked() if pretrained else nullcontext():
+            model: nn.Module = timm.create_model(
+                name, pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0], **sized
+            )
     except Exception as error:  # of a name, of the network, of the hub: of any class
-        raise LabError(f"model {of.name!r} cannot be had: {one_line(error)}") from error
+        hint = "; offline: --weights FILE instead of --pretrained" if pretrained and hub.is_offline() else ""
+        raise LabError(f"model {of.name!r} cannot be had: {one_line(error)}{hint}") from error
     return model
 
 
