@@ -88,7 +88,7 @@ def _plainly(paths: list[Path], order: Tensor, size: int, place: torch.device) -
 
 
 def _by_us(paths: list[Path], order: Tensor, size: int, place: torch.device) -> None:
-    for _ in read_ahead(Pictures((SIDE, SIDE), *pictures.IMAGENET).items(paths), order.split(size), place):
+    for _ in read_ahead(Pictures((SIDE, SIDE), *pictures.IMAGENET).items(paths), torch.split(order, size), place):
         pass
 
 

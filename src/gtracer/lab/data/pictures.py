@@ -228,7 +228,7 @@ def _in_eight_bits(image: Any) -> Any:
 
     if not image.mode.startswith(("I", "F")):
         return image
-    pixels = numpy.asarray(image, dtype=numpy.float32)
+    pixels: Any = numpy.asarray(image, dtype=numpy.float32)
     if image.mode != "F":
         pixels = pixels / 257
     elif pixels.max() <= 1:

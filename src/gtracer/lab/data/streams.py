@@ -96,7 +96,7 @@ class Items:
             return self
         if len(self) < FEW:
             return self.finish(self.gathered(range(len(self))))
-        parts = torch.arange(len(self)).split(READ_AT_ONCE)
+        parts = torch.split(torch.arange(len(self)), READ_AT_ONCE)
         console = Console(stderr=True)
         read = read_ahead(self, parts, torch.device("cpu"))
         bar = track(read, "reading", len(parts), transient=True, disable=not console.is_terminal, console=console)

@@ -116,8 +116,9 @@ def _share_positions(module: Any) -> None:
 def build(name: str, classes: int, max_length: int) -> Built:
     """Load model and tokenizer; a head that does not fit the task is made anew."""
     library = transformers()
-    with quiet(library):
-        local = is_folder(Path(name)) or hub.is_offline()
+    is_here = is_folder(Path(name))
+    with quiet(library), nullcontext() if is_here else hub.asked():
+        local = is_here or hub.is_offline()
         tokenizer = _loaded(
             name, "tokenizer", lambda: library.AutoTokenizer.from_pretrained(name, local_files_only=local)
         )
@@ -178,9 +179,8 @@ def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # a damaged folder can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        hint = (
-            "" if is_folder(Path(name)) or not hub.is_offline() else "; offline, --model takes a folder that holds one"
-        )
+        is_away = not is_folder(Path(name)) and hub.is_offline()
+        hint = "; offline, --model takes a folder that holds one" if is_away else ""
         raise LabError(f"model {name!r} could not be loaded, its {what}: {first}{hint}") from error
 
 
@@ -222,8 +222,7 @@ def quiet(library: Any) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with hub.asked():
-            yield
+        yield
     finally:
         logging.set_verbosity(level)
         if bar:
