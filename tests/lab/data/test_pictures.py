@@ -8,8 +8,10 @@ from PIL import Image
 from gtracer import cli
 from gtracer.lab import data
 from gtracer.lab.config import Config
-from gtracer.lab.data.pictures import opened, pictures_in
-from gtracer.lab.errors import LabError
+from gtracer.lab.data.pictures import Pictures, opened, pictures_in
+from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.training.trainer import train
+from support.runs import StopAfter
 
 RAMP = numpy.linspace(0, 1, 256).reshape(16, 16)
 
@@ -121,3 +123,31 @@ def test_the_size_is_an_option_of_the_command_line(tmp_path, monkeypatch):
     assert cli.main(["train", *words]) == 0
     assert '"size": [' in (tmp_path / "run" / "model.json").read_text()
     assert Config.from_mapping({"image_size": 7}).image_size == 7
+
+
+def test_predictions_leave_no_image_out(tmp_path):
+    """Of a folder that has images beside folders of them."""
+    noise(tmp_path / "new", 2)
+    noise(tmp_path / "new" / "more", 3)
+    found = Pictures((4, 4), (0.0,) * 3, (1.0,) * 3).read(tmp_path / "new")
+    assert (len(found.ids), found.labels) == (5, None)
+
+
+def test_data_that_has_changed_is_not_tested_on(tmp_path, monkeypatch, capsys):
+    """Split anew, it would be tested on what was trained on; nor is a run gone on with."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat", "dog"):
+        noise(tmp_path / "photos" / name, 10)
+    config = Config(task="photos", model="mlp", epochs=3, batch_size=8, holdout=0.2)
+    train(config, tmp_path / "run", [], model=True)
+    with pytest.raises(Interrupted):
+        train(config, tmp_path / "cut", [StopAfter(3)], model=True)
+    assert cli.main(["evaluate", "run"]) == 0
+    (tmp_path / "photos" / "cat" / "more.png").write_bytes((tmp_path / "photos" / "cat" / "1.png").read_bytes())
+    assert cli.main(["evaluate", "run", "photos"]) == 0
+    for words in (["evaluate", "run"], ["train", "--resume", "cut"]):
+        capsys.readouterr()
+        assert cli.main(words) == 1
+        error = capsys.readouterr().err
+        assert "the data has changed since" in error
+        assert error.count("\n") == 1

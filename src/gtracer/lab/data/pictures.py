@@ -73,11 +73,14 @@ class Pictures:
         return Items(Files(paths, self.opened), finish=self.finish)
 
     def read(self, path: Path) -> Found:
-        """One file; the files of a folder; of class folders, with their labels, or of those in its test folder."""
+        """One file; the files of a folder; of class folders, with their labels, or of those in its test folder.
+
+        A folder with images of its own is no folder of class folders, whatever else is in it.
+        """
         if path.is_file():
             return Found(self(path)[None], [path.name])
         folder = splits(path).get("test", path)
-        found = of_classes(folder)
+        found = [] if any(map(is_picture, folder.iterdir())) else of_classes(folder)
         paths = [p for p, _ in found] or pictures_in(folder)
         if not paths:
             raise LabError(f"{path} holds no images")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from gtracer.calibration import BINS, calibration
@@ -19,6 +20,7 @@ from gtracer.lab.errors import LabError, shown
 from gtracer.lab.inference import figure
 from gtracer.lab.inference.residuals import NAME, Residuals
 from gtracer.lab.inference.trained import Trained
+from gtracer.lab.training.weights import require_same_data
 
 SHOWN = 30  # classes in the table and the picture
 MOST = 1000  # classes that a confusion matrix has
@@ -80,7 +82,7 @@ class Evaluation:
             made.add_column(name, justify="left" if name == "class" else "right")
         for row in rows[:SHOWN]:
             shares = ("" if row[k] is None else f"{row[k]:.1%}" for k in ("precision", "recall", "f1"))
-            made.add_row(row["class"], *shares, str(row["examples"]))
+            made.add_row(Text(row["class"]), *shares, str(row["examples"]))
         return made
 
     def told(self) -> str:
@@ -134,6 +136,7 @@ def evaluate(trained: Trained, path: Path | None, data_folder: str | None = None
     target = trained.target
     if path is None:
         test = data.load(replace(trained.config, data=data_folder)).test
+        require_same_data(trained.folder, {"test": list(test.ids)})
         if target is not None:
             return Residuals(target.name, target.restored(test.truth), trained.numbers(test))
         return Evaluation(trained.classes, test.truth, trained.probabilities(test))

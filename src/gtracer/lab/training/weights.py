@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from gtracer.lab import files
+from gtracer.lab.errors import LabError, one_line
 from gtracer.lab.models import saved
 from gtracer.lab.results.record import Record
 from gtracer.lab.training.run import Run
@@ -15,10 +16,30 @@ SPLITS = "splits.json"  # which example is in which part, where they are the use
 
 def describe(run: Run, record: Record, folder: Path) -> None:
     """Write all but the weights."""
+    if record.epochs or run.step:
+        require_same_data(folder, run.splits)
     saved.Description.of(run.config, run.task, run.built, record.environment["versions"]).write(folder)
     run.built.save(folder / saved.PARTS)
     if any(run.splits.values()):
         files.write(folder / SPLITS, (json.dumps(run.splits, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def require_same_data(folder: Path, splits: dict[str, list[str]]) -> None:
+    """Refuse data of which other examples are in these parts than when the run began."""
+    if not files.exists(folder / SPLITS):
+        return
+    path = folder / SPLITS
+    try:
+        was = json.loads(files.read(path))
+        changed = [name for name, ids in splits.items() if was[name] != ids]
+    except (ValueError, KeyError, TypeError) as error:
+        raise LabError(f"{path} is damaged ({one_line(error)}): train the model again") from error
+    if changed:
+        counts = f"{len(was[changed[0]])} examples in {changed[0]}, now {len(splits[changed[0]])}"
+        raise LabError(
+            f"the data has changed since {folder} began ({path}: {counts}): what was to test may have been trained on; "
+            "train anew, or evaluate on data of its own"
+        )
 
 
 def keep(run: Run, record: Record, folder: Path) -> None:
