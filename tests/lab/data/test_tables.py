@@ -126,7 +126,7 @@ def test_a_column_without_a_value_for_training(tmp_path):
         ("a,label\n1,x\n2,y,6\n", "a.csv is damaged: Error tokenizing data"),
         ("a,label\n1,x\n2,None\n", "1 rows have no label (nothing, NA, None and the like), such as row 2"),
         ("a,label\n1,x\n", "a.csv has one row: two at least are needed"),
-        ("a,label\n1e300,x\n2,y\n", "column 'a' holds 1e+300, too large to compute with"),
+        ("a,label\n1e300,x\n2,y\n1,x\n3,y\n", "column 'a' holds 1e+300, too large to compute with"),
     ],
 )
 def test_one_clear_line(tmp_path, text, message):
@@ -147,3 +147,12 @@ def test_a_text_of_any_length(tmp_path):
     (tmp_path / "a.csv").write_text(f'text;label\n"{"word " * 50_000}";x\n')
     (row,) = rows.read(tmp_path / "a.csv")
     assert len(row["text"]) == 250_000
+
+
+def test_what_is_not_used_may_hold_anything(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    FRAME.assign(odd=numpy.inf).assign(odd=lambda f: f["odd"].where(f.index != 2, 1.0)).to_csv("a.csv", index=False)
+    assert cli.main(["train", "--task", "a.csv", "--drop", "odd", "--epochs", "1", "--out", "run"]) == 0
+    assert cli.main(["predict", "run", "a.csv"]) == 0
+    with pytest.raises(LabError, match="a.csv: column 'odd' holds infinity"):
+        data.load(Config(task="a.csv"))

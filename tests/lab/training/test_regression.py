@@ -83,6 +83,7 @@ def test_compare_chooses_by_held_out_data_and_says_r2(config, tmp_path, capsys):
     assert cli.main(["compare", config.task, *words]) == 0
     said = capsys.readouterr().out
     assert "R² in %, at each run's best epoch by held-out data" in " ".join(said.split())
+    assert "is best by held-out data, with R² of " in said
     assert (tmp_path / "out" / "report" / "index.html").is_file()
 
 

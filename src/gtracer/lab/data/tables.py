@@ -54,7 +54,7 @@ class Columns:
         if not len(frame):
             return torch.zeros(0, 0)
         return torch.tensor(
-            self.transformer.transform(_as_wanted(frame, self.numbers, self.categories)), dtype=torch.float32
+            self.transformer.transform(_as_wanted(frame, self.numbers, self.categories, path)), dtype=torch.float32
         )
 
     def read(self, path: Path) -> Found:
@@ -99,7 +99,7 @@ def local(path: Path, label: str, drop: tuple[str, ...], seed: int, loss: str | 
             ids[part] = [ids[""][i] for i in chosen.tolist()]
         del frames[""]
     target = None if names else replace(Target.fitted(f"{path}: {label!r}", labels["train"]), name=label)
-    fitted = _fitted(frames["train"], kinds, label)
+    fitted = _fitted(frames["train"], kinds, label, path)
 
     if target is not None:
         labels = {part: target.standardised(found) for part, found in labels.items()}
@@ -168,6 +168,8 @@ def _is_number(column: Any) -> bool:
 
 def _is_plain(column: Any) -> bool:
     """Whether its values can be told apart as values: lists cannot."""
+    if column.dtype != object:
+        return True
     try:
         hash(tuple(column.dropna().tolist()))
     except TypeError:
@@ -182,7 +184,7 @@ def _only_counts(column: Any) -> bool:
     return bool(column.is_unique and column.max() - column.min() == len(column) - 1)
 
 
-def _fitted(frame: Any, kinds: _Kinds, label: str) -> Columns:
+def _fitted(frame: Any, kinds: _Kinds, label: str, path: Path) -> Columns:
     """What suits these rows."""
     from sklearn.compose import ColumnTransformer
     from sklearn.impute import SimpleImputer
@@ -194,15 +196,20 @@ def _fitted(frame: Any, kinds: _Kinds, label: str) -> Columns:
     standard = make_pipeline(median, StandardScaler())
     one_hot = OneHotEncoder(handle_unknown="ignore", max_categories=MOST, sparse_output=False)
     transformer = ColumnTransformer([("numbers", standard, list(numeric)), ("categories", one_hot, list(categories))])
-    transformer.fit(_as_wanted(frame, numeric, categories))
+    transformer.fit(_as_wanted(frame, numeric, categories, path))
     return Columns(numeric, categories, label, transformer)
 
 
-def _as_wanted(frame: Any, numeric: tuple[str, ...], categories: tuple[str, ...]) -> Any:
+def _as_wanted(frame: Any, numeric: tuple[str, ...], categories: tuple[str, ...], path: Path) -> Any:
     """Numbers as floats, which is what has a NaN; categories as words, a missing one as none."""
     import pandas
 
     columns = {name: frame[name].astype("float64") for name in numeric}
+    for name, column in columns.items():
+        if (column.abs() > LARGEST).any():
+            worst = column[column.abs() > LARGEST].iloc[0]
+            what = "infinity" if numpy.isinf(worst) else f"{worst:g}, too large to compute with"
+            raise LabError(f"{path}: column {shown(name)} holds {what}: leave such cells empty")
     columns |= {name: frame[name].astype(object).where(frame[name].notna(), "").map(_as_word) for name in categories}
     return pandas.DataFrame(columns, index=frame.index)
 
@@ -222,10 +229,6 @@ def _frame(path: Path, label: str) -> tuple[Any, list[str]]:
             if len(words):
                 told = f"{len(words)} of its values count as missing: no numbers, such as {shown(words.iloc[0])}"
                 notes.append(f"{path}: column {shown(name)} has numbers; {told}")
-            if _is_number(found) and (found.abs() > LARGEST).any():
-                worst = found[found.abs() > LARGEST].iloc[0]
-                what = "infinity" if numpy.isinf(worst) else f"{worst:g}, too large to compute with"
-                raise LabError(f"{path}: column {shown(name)} holds {what}: leave such cells empty")
             frame[name] = found
     return frame, notes
 

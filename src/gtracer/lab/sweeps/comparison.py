@@ -122,7 +122,8 @@ def _sentence(outcomes: list[Outcome]) -> str:
     best = max(outcomes, key=lambda outcome: outcome.score)
     if not best.scores:
         raise LabError("all runs diverged: lower --lr")
-    found = f"{best.method} is best by held-out data, with {Estimate.of(best.test)}% on test data"
+    of = "R² of " if best.metric == "r2" else ""
+    found = f"{best.method} is best by held-out data, with {of}{Estimate.of(best.test)}% on test data"
     others = ", ".join(f"{o.method} {Estimate.of(o.test)}%" for o in outcomes if o is not best and o.test)
     n = len(best.test)
     few = f" n = {n} is few: --seeds {FEW} or more." if n < FEW else ""
