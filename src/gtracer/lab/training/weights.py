@@ -35,7 +35,8 @@ def require_same_data(folder: Path, splits: dict[str, list[str]]) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise LabError(f"{path} is damaged ({one_line(error)}): train the model again") from error
     if changed:
-        counts = f"{len(was[changed[0]])} examples in {changed[0]}, now {len(splits[changed[0]])}"
+        then, now = len(was[changed[0]]), len(splits[changed[0]])
+        counts = f"other examples in {changed[0]}" if then == now else f"{then} examples in {changed[0]}, now {now}"
         raise LabError(
             f"the data has changed since {folder} began ({path}: {counts}): what was to test may have been trained on; "
             "train anew, or evaluate on data of its own"
