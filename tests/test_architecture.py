@@ -23,6 +23,7 @@ ROOMS = [
     "variational",
     "calibration",
     "penalty",
+    "sharpness",
     "optim",
     "experimental",
     "presets",

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gtracer
 from gtracer import SAM, AdamWTracer, NonFiniteError, SGDTracer, Tracer, find_rho
 from gtracer.finder import Branch, RhoCurve, _judged
+from support.problems import shapes_in_noise
 
 MAKERS = {
     "sgd": lambda m: SGDTracer(m.parameters(), lr=0.1, momentum=0.9, model=m),
@@ -284,15 +285,7 @@ def test_where_nothing_is_learnt_nothing_is_recommended():
 
 def test_a_small_convolutional_net_that_collapses():
     """The net of test_auto, which ρ = 0.003 kills."""
-    torch.manual_seed(0)
-    shapes = torch.zeros(4, 1, 16, 16)
-    shapes[0, :, 4:12, 4:12], shapes[1, :, 7:9, 2:14], shapes[2, :, 2:14, 7:9] = 1.0, 1.0, 1.0
-    shapes[3, :, range(2, 14), range(2, 14)] = 2.0
-    y = torch.arange(400) % 4
-    x = shapes[y] + 0.7 * torch.randn(400, 1, 16, 16)
-    layers = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-    layers += nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-    model = nn.Sequential(*layers, nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 4))
+    model, x, y = shapes_in_noise()
     batches = list(zip(x[:300].split(50), y[:300].split(50), strict=True))
     held = list(zip(x[300:].split(10), y[300:].split(10), strict=True))
     curve = find_rho(

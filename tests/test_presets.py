@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from gtracer import AdamTracer, AdamWTracer, Clip, SGDTracer, Tracer, presets
 from gtracer.penalty import RHO_FINE_TUNING
 from support.places import ROOT
+from support.problems import shapes_in_noise
 
 NAMES = [name for name, found in vars(presets).items() if inspect.isfunction(found)]
 TABLE = (ROOT / "docs" / "choosing-rho.md").read_text().split("## What to use when", 1)[1].split("\n## ", 1)[0]
@@ -57,15 +58,7 @@ def test_no_preset_is_shared():
 @pytest.mark.parametrize("name", ["from_scratch", "fine_tuning"])
 def test_on_the_net_that_a_fixed_rho_kills(name):
     """The one of test_auto, where 0.003 ends at chance. CIFAR's numbers are not for it, and their docs say so."""
-    torch.manual_seed(0)
-    shapes = torch.zeros(4, 1, 16, 16)
-    shapes[0, :, 4:12, 4:12], shapes[1, :, 7:9, 2:14], shapes[2, :, 2:14, 7:9] = 1.0, 1.0, 1.0
-    shapes[3, :, range(2, 14), range(2, 14)] = 2.0
-    y = torch.arange(400) % 4
-    x = shapes[y] + 0.7 * torch.randn(400, 1, 16, 16)
-    layers = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-    layers += nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-    model = nn.Sequential(*layers, nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 4))
+    model, x, y = shapes_in_noise()
     opt = SGDTracer(model.parameters(), lr=0.02, momentum=0.9, model=model, **getattr(presets, name)())
     for step in range(140):
         rows = torch.randint(300, (50,), generator=torch.Generator().manual_seed(step))

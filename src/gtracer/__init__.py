@@ -55,6 +55,7 @@ ROOMS = (
     "penalty",
     "presets",
     "scopes",
+    "sharpness",
     "tensors",
     "variational",
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ SAID = (
     "weights",
     "loss",
     "ema",
+    "sharpness",
 )  # options that say themselves what happens without
 
 
@@ -324,12 +327,18 @@ def _add_option(options: Any, item: Field[Any]) -> None:
         text += f"; for texts {FINE_TUNING[item.name]})" if item.name in FINE_TUNING else ")"
     if isinstance(item.default, bool):
         options.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+    elif item.name == "sharpness":
+        options.add_argument(flag, type=_every, default=None, metavar="every=N", help=text)
     elif item.name == "betas":
         options.add_argument(flag, nargs=2, type=number, default=None, metavar="B", help=text)
     else:
         options.add_argument(
             flag, type=integer if item.name in whole_options() else str, default=None, metavar="X", help=text
         )
+
+
+def _every(text: str) -> Any:
+    return integer(text.removeprefix("every="))
 
 
 def _shown(value: Any) -> str:
@@ -566,14 +575,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().print_help()
         return 0
     chosen = parser().parse_args(words)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may not have ρ, or all letters of a folder's name
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         chosen.run(chosen)
-    except LabError as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output, such as head, has gone; Python would say so at exit, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (LabError, OSError) as error:
         print(f"gtracer: {shortened(str(error))}", file=sys.stderr)
         return 1
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "allocate" not in str(error):  # torch's own has no class on a CPU
-            raise
+        if isinstance(error, RuntimeError) and not re.search("allocate|Storage size", str(error)):
+            raise  # torch's own has no class on a CPU
         print("gtracer: there is not enough memory: a smaller model, or fewer examples at a time", file=sys.stderr)
         return 1
     except ModuleNotFoundError as missing:

@@ -21,8 +21,8 @@ from torch import Tensor, distributed, nn
 
 from gtracer import checks
 from gtracer.optim import NonFiniteError, SGDTracer, TwoPassOptimizer
-from gtracer.optim.snapshot import Snapshot, generators_of
-from gtracer.scopes import Signals, uninterrupted
+from gtracer.optim.snapshot import Snapshot
+from gtracer.scopes import Signals, generators_of, uninterrupted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

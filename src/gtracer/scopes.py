@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -251,6 +253,47 @@ class RandomState:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class AllRandomness:
+    """The same with Python's and NumPy's generators, and any others: what reading batches may draw from.
+
+    Args:
+        devices: Whose generators of torch.
+        generators: Further ones, such as a DataLoader's.
+    """
+
+    def __init__(self, devices: set[torch.device], generators: list[torch.Generator]) -> None:
+        self._torch = RandomState(devices)
+        self._others = [(generator, generator.get_state()) for generator in generators]
+        self._python, self._numpy = random.getstate(), _numpy_state()
+
+    def restore(self) -> None:
+        self._torch.restore()
+        for generator, state in self._others:
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def generators_of(batches: Any) -> list[torch.Generator]:
+    """Those that a DataLoader draws the order of its examples from, where it has its own."""
+    found = [getattr(owner, "generator", None) for owner in _samplers(batches)]
+    return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
+
+
+def _samplers(batches: Any) -> Iterator[Any]:
+    yield batches
+    for name in ("sampler", "batch_sampler"):
+        if (inner := getattr(batches, name, None)) is not None:
+            yield from _samplers(inner)
+
+
+def _numpy_state() -> Any:
+    """Only where somebody uses it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
 
 
 def is_capturing() -> bool:

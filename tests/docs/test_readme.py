@@ -98,6 +98,7 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],
         "find-rho": ["--epochs", "1", "--steps", "2"],
+        "sharpness": ["--examples", "64", "--steps", "2", "--points", "3", "--samples", "1", "--ascent", "1"],
         **{command: [] for command in ("report", "records", "predict", "evaluate", "export", "find-label-errors")},
     }
     own_data(tmp_path)
@@ -159,6 +160,16 @@ def test_the_curvature_s_examples_run(tmp_path):
     torch.testing.assert_close(names["p"].sum(1), torch.ones(6))
 
 
+def test_the_sharpness_s_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = surroundings(tmp_path)
+    found = blocks("python", (ROOT / "docs" / "sharpness.md").read_text())
+    for block in found:
+        exec(block, names)
+    assert "m-sharpness, adaptive" in capsys.readouterr().out
+    assert all((tmp_path / f"{name}.png").exists() for name in ("line", "plane", "eigenvectors", "between", "density"))
+
+
 def test_both_sides_of_the_diff_run(tmp_path):
     (diff,) = blocks("diff")
     for side in "-+":
@@ -169,7 +180,7 @@ def test_both_sides_of_the_diff_run(tmp_path):
 
 
 def test_ci_runs_the_two_commands():
-    """`.ci/run` finds them behind their markers: the very lines, the test command last."""
+    """`.ci/run` finds them after their markers: the very lines, the test command last."""
     script = (ROOT / ".ci" / "run").read_text()
     function = script[script.index("command_of()") : script.index("for name in")]
     for name, block in zip(("install-and-run", "install-and-test"), blocks("sh")[:2], strict=True):

@@ -265,3 +265,86 @@ def test_the_table_of_rho_finder_is_that_of_its_runs(capsys, monkeypatch):
     assert [float(x) for x in told] == [-2.0, -14.4, 11.9, -14.4]
     assert "2.0 points below the best fixed ρ and 11.9 above ρ = 0" in page
     assert float(re.findall(r"[+-]\d+\.\d", rows[17])[3]) == -36.7
+
+
+def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
+    """docs/own-data.md, to the digit."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("label_errors")
+    text = (RECORDS / "label-errors" / "rows.jsonl").read_text()
+    rows = module.table([json.loads(line) for line in text.splitlines()]).splitlines()
+    page = (STUDIES.parent / "docs" / "own-data.md").read_text()
+    assert len(rows) == 2 + 4 * 9
+    assert all(row in page for row in rows)
+    cells = [re.sub(r" ± [\d.]+", "", row).strip("| ").split(" | ") for row in rows[2:]]
+    areas, gains = {}, {}
+    for where, judge, _, area, _, recall, *rest in cells:
+        if judge.startswith("nobody"):
+            whole = [float(x) for x in rest]
+        elif rest[0] != "–":
+            key = where.split(", ")[1], "truth" if judge.startswith("the truth") else "judged"
+            for trainer, x, y in zip(("SGD", "TRACER"), rest, whole, strict=True):
+                gains.setdefault((*key, trainer), []).append(round(float(x) - y, 1))
+        if area != "–":
+            areas.setdefault(where, {})[judge] = float(area)
+        assert "last epoch" not in judge or "tuned" in judge or float(recall) < 12
+    assert [max(of, key=of.get) for of in areas.values()] == ["TRACER, ρ tuned"] * 4
+    assert min(min(gains["20%", "judged", of]) for of in ("SGD", "TRACER")) == -1.1
+    assert max(max(gains["20%", "judged", of]) for of in ("SGD", "TRACER")) == 1.8
+    spans = [(min(found), max(found)) for found in (gains["50%", "judged", "SGD"], gains["50%", "judged", "TRACER"])]
+    assert spans == [(2.1, 6.2), (-2.3, 2.4)]
+    most = gains["50%", "truth", "SGD"] + gains["50%", "truth", "TRACER"]
+    assert (min(most), max(most)) == (5.5, 12.8)
+
+
+def test_the_study_of_label_errors_runs(tmp_path):
+    """Two epochs: its rows are what find-label-errors says, and accuracies those of the records."""
+    words = ["--problems", "digits", "--noise", "0.2", "--seeds", "0", "--epochs", "2", "--out", str(tmp_path)]
+    printed = study("label_errors", *words)
+    rows = {row["judge"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+    assert len(rows) == 9
+    cell = tmp_path / "digits-20-seed-0"
+    record = Record.read(cell / "TRACER" / "SGD" / "cleaned")
+    assert record.config.optimizer == "sgd"
+    assert record.resolved["examples"] + record.resolved["holdout_examples"] == 1347 - rows["TRACER"]["flagged"]
+    assert rows["TRACER"]["accuracy"]["SGD"]["last"] == record.curves["test_accuracy"][-1]
+    assert (rows["the truth"]["precision"], rows["the truth"]["recall"]) == (1.0, 1.0)
+    assert rows["the truth"]["flagged"] == 269
+    assert f"| {rows['SGD']['auc']:.3f} | {100 * rows['SGD']['precision']:.1f} |" in printed
+    assert study("label_errors", *words) == printed[printed.index("|") :]
+
+
+def test_the_study_of_sharpness_runs(tmp_path):
+    """One epoch, two methods; a second time nothing is made again."""
+    words = ["--problems", "digits, clean", "--methods", "SGD", "TRACER", "--epochs", "1", "--seeds", "1"]
+    words += ["--examples", "64", "--steps", "2", "--out", str(tmp_path)]
+    printed = study("sharpness", *words)
+    file = tmp_path / "results.jsonl"
+    before = file.read_bytes()
+    rows = [json.loads(line) for line in before.splitlines()]
+    assert [row["method"] for row in rows] == ["SGD", "TRACER"]
+    tuning = {r.config.rho: r.curves["holdout_accuracy"][-1] for r in records(tmp_path / "digits-clean" / "tuning")}
+    assert tuning[rows[1]["rho"]] == max(tuning.values())
+    last = Record.read(tmp_path / "digits-clean" / rows[1]["run"]).curves["test_accuracy"][-1]
+    assert rows[1]["last"]["test_accuracy"] == last
+    assert f"TRACER, ρ {rows[1]['rho']:g}" in printed
+    assert (tmp_path / "digits-clean.svg").exists()
+    again = study("sharpness", *words)
+    assert file.read_bytes() == before
+    assert again.split("digits, clean\n")[-1] == printed.split("digits, clean\n")[-1]
+
+
+def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("sharpness")
+    rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
+    assert len(rows) == 30
+    page = (ROOT / "docs" / "sharpness.md").read_text().split("## What came out")[1]
+    for problem, heading in {"digits, 50% noise": "50% label noise", "digits, clean": "clean labels"}.items():
+        printed = module.table([row for row in rows if row["problem"] == problem]).splitlines()
+        section = page.split(f"### Digits, {heading}")[1].split("###")[0]
+        shown = [line for line in section.splitlines() if line.startswith("|")]
+        assert len(shown) >= 10
+        assert set(shown) <= set(printed)
+    with_models = results.read(RECORDS / "sharpness" / "digits-runs.jsonl.xz")[0]
+    assert with_models.given >= 30

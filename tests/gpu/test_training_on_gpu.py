@@ -25,7 +25,7 @@ pytestmark = [
 def convolutional():
     torch.manual_seed(0)
     layers = (
-        nn.Conv2d(3, 16, 3, bias=False),  # behind a norm a bias has no gradient but rounding, which Adam blows up
+        nn.Conv2d(3, 16, 3, bias=False),  # before a norm a bias has no gradient but rounding, which Adam blows up
         nn.BatchNorm2d(16),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),

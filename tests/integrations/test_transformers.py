@@ -94,7 +94,7 @@ def test_the_numbers_in_the_log_are_those_of_the_definition(tmp_path):
 
 
 class Normed(nn.Module):
-    """With batch norm behind a layer, so that displaced weights change what it sees."""
+    """With batch norm after a layer, so that displaced weights change what it sees."""
 
     def __init__(self):
         super().__init__()

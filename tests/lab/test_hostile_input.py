@@ -3,8 +3,11 @@
 import gzip
 import json
 import lzma
+import os
 import pickle
 import random
+import subprocess
+import sys
 from dataclasses import fields
 
 import numpy
@@ -360,6 +363,157 @@ def test_studies(tmp_path, capsys):
         100,
         lambda case: case[1].split("/")[-1] if "broken" in case[1] else "",
     )
+
+
+def test_rows_of_tables(tmp_path, capsys):
+    """What a table cannot hold: more than 1e100, other rows inside, halves of a character."""
+    pairs = ('{"a": 1, "label": "p"}\n{"a": 2, "label": "q"}\n', "1,p\n2,q\n")
+    contents = {
+        **{
+            f"{n}.csv": "a,label\n" + pairs[1] * 3 + f"{cell},p\n"
+            for n, cell in enumerate(("inf", "-Infinity", "1e140", "1e400"))
+        },
+        **{
+            f"{n}.jsonl": pairs[0] * 3 + f'{{"a": {cell}, "label": "p"}}\n'
+            for n, cell in enumerate(('{"b": 1}', "[1]", "[[]]", "1e999", '"\\ud800"'))
+        },
+        "label.jsonl": pairs[0] * 3 + '{"a": 1, "label": [1]}\n',
+        "name.jsonl": '{"\\ud800": 1, "label": "p"}\n' * 4,
+        "utf16.jsonl": (pairs[0] * 3).encode("utf-16"),
+        "utf16.csv": ("a,label\n" + pairs[1] * 3).encode("utf-16"),
+        "junk.parquet": b"PAR1junkPAR1",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    cases = [["train", "--task", str(tmp_path / name), "--out", str(tmp_path / "o")] for name in contents]
+    all_refused(cases, capsys, 14, lambda case: case[2])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where names are UTF-8 there are no others")
+def test_images_whose_names_are_no_text(tmp_path, capsys):
+    pixel = b"P6 1 1 255 abc"
+    for where, name in (("file", b"a/\xff.ppm"), ("class", b"\xff/a.ppm")):
+        path = os.fsencode(tmp_path / where) + b"/" + name
+        os.makedirs(os.path.dirname(path))
+        with open(path, "wb") as file:
+            file.write(pixel)
+    cases = [["train", "--task", str(tmp_path / where), "--out", str(tmp_path / "o")] for where in ("file", "class")]
+    all_refused(cases, capsys, 2, lambda case: "is not UTF-8: rename it")
+
+
+FAILING = {
+    "raises": "def f(): raise ValueError('x\\ny')",
+    "imports": "import nothing_of_this_name",
+    "fails": "raise KeyError('at import')",
+    "recurses": "def f(): return f()",
+    "item": "class f:\n    __len__ = lambda self: 9\n    def __getitem__(self, i): raise KeyError(i)",
+    "length": "class f:\n    __len__ = lambda self: -1\n    __getitem__ = lambda self, i: i",
+    "shapes": "import torch\ndef f(): return [(torch.zeros(i % 3 + 1), i % 2) for i in range(9)],",
+    "scalars": "import torch\ndef f(): return [(torch.zeros(()), i % 2) for i in range(9)],",
+    "nothing": "import torch\ndef f(): return [(torch.zeros(0), i % 2) for i in range(9)],",
+}
+
+
+def test_data_sets_from_python(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, code in FAILING.items():
+        (tmp_path / f"hostile_{name}.py").write_text(code)
+    all_refused((["train", "--task", f"hostile_{name}:f", "--out", "o"] for name in FAILING), capsys, 9)
+    answers = [refusal(["train", "--task", "hostile_raises:f"], capsys, "ValueError: x y (")]  # and where that was
+    assert answers == [None]
+
+
+LINEAR = """import torch
+
+class f(torch.nn.Linear):
+    def __init__(self, shape, classes):
+        super().__init__(64, classes)
+
+    def forward(self, x):
+        """
+MODELS = {
+    "raises": "def f(shape, classes): raise ValueError('x\\ny')",
+    "pair": f"{LINEAR}return (super().forward(x),)",
+    "forward": f"{LINEAR}raise KeyError(1)",
+}
+
+
+def test_models_from_python(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, code in MODELS.items():
+        (tmp_path / f"net_{name}.py").write_text(code)
+    all_refused((["train", "--model", f"net_{name}:f", "--out", "o"] for name in MODELS), capsys, 3)
+
+
+def test_weights_to_begin_with(tmp_path, capsys):
+    """Not a pickle that torch can read, or no tensors by their names."""
+    contents = [b"", b"text,label\na,x\n", pickle.dumps({"a": 1}), b"PK\3\4", b"\x80\x04.", b"(" * 1000]
+    for index, content in enumerate(contents):
+        (tmp_path / f"{index}.pt").write_bytes(content)
+    paths = [*(tmp_path / f"{index}.pt" for index in range(len(contents))), tmp_path, tmp_path / "none.safetensors"]
+    all_refused((["train", "--weights", str(p), "--out", str(tmp_path / "o")] for p in paths), capsys, 8)
+
+
+def test_numbers_whose_product_is_too_large(tmp_path, capsys):
+    """Each is a number, and what torch makes of them is none of 32 bits: the run diverges."""
+    common = ["train", "--width", "4", "--epochs", "1", "--batch-size", "512", "--device", "cpu", "--optimizer"]
+    cases = [[*common, "sgd", "--lr", "1e300"], [*common, "adamw", "--lr", "1e25", "--weight-decay", "1e25"]]
+    answers = [refusal([*words, "--out", str(tmp_path / str(i))], capsys, "lower lr") for i, words in enumerate(cases)]
+    assert answers == [None] * 2
+
+
+def test_descriptions_of_models(tmp_path, capsys):
+    """`model.json`, which `predict` and the others read."""
+    words = ["train", "--width", "4", "--epochs", "1", "--batch-size", "512", "--device", "cpu", "--out"]
+    assert cli.main([*words, str(tmp_path)]) == 0
+    capsys.readouterr()
+    path = tmp_path / "model.json"
+    whole = json.loads(path.read_text())
+    wrong = [[1], "x", 3.5, None, HUGE, -1, {"a": 1}]
+    places = [*(["model", name] for name in whole["model"]), *([name] for name in whole if name != "preprocessing")]
+
+    def cases():
+        for place in places:
+            for value in drawn(wrong, 3) if place != ["model", "name"] else [[1], 3.5, None, "nothing"]:
+                yield json.dumps(changed(whole, place, value))
+        for value in ([1], "x", 3, {}, {"kind": "x"}, {"kind": "pictures", "size": [1, 2]}):
+            yield json.dumps(changed(whole, ["preprocessing"], value))
+        for size, mean in (([8], [1]), ([8, -8], [1]), (["x", 8], [1]), ([8, 8], "x"), ([8, 8], [[1]]), (10**9, [1])):
+            described = {"kind": "pictures", "size": size, "mean": mean, "deviation": [1], "flat": True}
+            yield json.dumps(changed(whole, ["preprocessing"], described))
+        yield json.dumps(changed(whole, ["classes"], ["a", "b"]))
+        yield from ("", "[]", "null", "\0", DEEP, "{}")
+
+    answers = []
+    for content in cases():  # one at a time: they share a folder
+        path.write_text(content)
+        answers.append(refusal(["predict", str(tmp_path), str(tmp_path / "none.png")], capsys))
+    assert len(answers) >= 45
+    assert [answer for answer in answers if answer] == []
+
+
+def test_a_terminal_that_lacks_letters_and_a_reader_that_has_gone(tmp_path):
+    """ρ on a terminal of ASCII alone; `gtracer … | head`; a disk that is full."""
+    (tmp_path / "run").mkdir()
+    Record(Config(), {"commit": None, "versions": {}, "hardware": {}}).write(tmp_path / "run")
+    words = [sys.executable, "-m", "gtracer", "records", "pack", str(tmp_path / "run"), "-o"]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    told = subprocess.run([*words, str(tmp_path / "ρ.jsonl.xz")], capture_output=True, text=True, env=ascii_only)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "\\u03c1.jsonl.xz" in told.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as gone:
+        told = subprocess.run([*words, str(tmp_path / "b.jsonl.xz")], stdout=gone, stderr=subprocess.PIPE, text=True)
+    assert (told.returncode, told.stderr) == (1, "")
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            told = subprocess.run(
+                [*words, str(tmp_path / "c.jsonl.xz")], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        assert told.returncode == 1
+        assert told.stderr.startswith("gtracer: ")
+        assert len(told.stderr.splitlines()) == 1
 
 
 GOOD = '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n'

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from gtracer import AdamWTracer, Clip, RhoScheduler, SGDTracer, Tracer, linear_warmup
 from gtracer.optim import auto
 from gtracer.optim.auto import Controller
+from support.problems import shapes_in_noise
 
 STEPS = 160
 
@@ -386,15 +387,7 @@ def test_a_checkpoint_with_a_number_counts():
 @pytest.mark.parametrize("rho", ["auto", 0.003])
 def test_a_small_convolutional_net_with_batch_norm(rho):
     """A violent start kills its last layer for good, at ρ 0.003, which was the default once."""
-    torch.manual_seed(0)
-    shapes = torch.zeros(4, 1, 16, 16)
-    shapes[0, :, 4:12, 4:12], shapes[1, :, 7:9, 2:14], shapes[2, :, 2:14, 7:9] = 1.0, 1.0, 1.0
-    shapes[3, :, range(2, 14), range(2, 14)] = 2.0
-    y = torch.arange(400) % 4
-    x = shapes[y] + 0.7 * torch.randn(400, 1, 16, 16)
-    layers = nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)
-    layers += nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-    model = nn.Sequential(*layers, nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 4))
+    model, x, y = shapes_in_noise()
     opt = SGDTracer(model.parameters(), lr=0.02, momentum=0.9, rho=rho, model=model)
     for step in range(140):
         rows = torch.randint(300, (50,), generator=torch.Generator().manual_seed(step))

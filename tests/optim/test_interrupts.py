@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -265,6 +266,25 @@ def test_another_handler_of_the_callers_own_is_kept():
     with uninterrupted():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("name", ["contextlib", "gtracer.scopes", "gtracer.tensors", "gtracer.optim.step"])
+def test_one_that_meets_a_scope_on_its_way_in_or_out_waits(name):
+    """Even where the caller's code may be interrupted: raised there, it would pass the scope's clean-up by."""
+    seen = []
+    scopes, callers = (types.FunctionType(frame_of.__code__, {"__name__": at, "sys": sys})() for at in (name, "train"))
+    signal.signal(signal.SIGINT, lambda number, frame: seen.append(frame))
+    with uninterrupted() as signals:
+        signals.is_open = True
+        signals(signal.SIGINT, callers)
+        signals(signal.SIGINT, scopes)
+        assert seen == [callers]
+    assert seen == [callers, scopes]
+
+
+def frame_of():
+    """That of a function in any module: of whose globals it is called with."""
+    return sys._getframe()
 
 
 def test_where_there_are_no_signals_nothing_is_touched():

@@ -18,6 +18,7 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
+from gtracer.curvature import hutchinson
 from gtracer.experimental import Precondition, Ridge
 from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
@@ -176,6 +177,14 @@ def test_weights_that_cannot_be_displaced(maker, dtype):
         maker(model.named_parameters())
 
 
+def test_weights_in_which_squared_gradients_underflow():
+    """With the exact engine nothing is displaced: bfloat16, which has float32's range, will do."""
+    refused(
+        lambda: SGDTracer(nn.Linear(2, 2, dtype=torch.float16).parameters(), engine="exact"), "underflow", torch.float16
+    )
+    SGDTracer(nn.Linear(2, 2, dtype=torch.bfloat16).parameters(), engine="exact")
+
+
 @every_optimiser
 def test_weights_made_low_precision_afterwards(maker):
     model = nn.Linear(2, 2)
@@ -329,3 +338,13 @@ def test_adam_in_a_cuda_graph_counts_on_the_device():
     opt.step(lambda: model(x).square().mean())
     with pytest.raises(RuntimeError, match="AdamTracer counts steps outside of the graph, pass capturable=True"):
         check_capture(opt)
+
+
+@pytest.mark.parametrize("options", [{"engine": "exact"}, {"curvature": hutchinson()}], ids=str)
+def test_a_scaler_where_the_loss_is_differentiated_as_it_is(options):
+    p = weight()
+    opt = SGDTracer([p], lr=0.1, **options)
+    with pytest.raises(RuntimeError, match="a GradScaler with engine=") as caught:
+        opt.step(lambda: (p**4).sum(), scaler=torch.amp.GradScaler("cpu"))
+    assert "torch.bfloat16" in str(caught.value)
+    assert p.tolist() == [1.0, 1.0]

@@ -270,3 +270,25 @@ def test_a_loop_without_closure_is_refused():
 def test_where_nothing_is_said_the_partial_batch_is_a_forward_difference_as_long_as_any():
     assert PartialBatch(0.5) == PartialBatch(0.5, radius=FiniteDifference().radius, central=FiniteDifference().central)
     assert not PartialBatch(0.5).central
+
+
+def test_a_share_of_every_third_batch_alone():
+    """Both parts and the share again in a step that is due; the whole batch once in the others, as SGD."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    plain = copy.deepcopy(model)
+    x, sizes = torch.randn(8, 3, dtype=torch.float64), []
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=RHO, delta=DELTA, interval=3, engine=PartialBatch(0.25))
+
+    def loss_of(rows):
+        sizes.append(len(rows))
+        return model(rows).square().mean()
+
+    for step in range(4):
+        plain.load_state_dict(model.state_dict())
+        opt.step(loss_of, x)
+        gradients = torch.autograd.grad(plain(x).square().mean(), list(plain.parameters()))
+        moved = [(before - after) / 0.1 for before, after in zip(plain.parameters(), model.parameters(), strict=True)]
+        alike = all(torch.allclose(a, b) for a, b in zip(moved, gradients, strict=True))
+        assert alike == (step % 3 != 0)
+    assert sizes == [2, 6, 2, 8, 8, 2, 6, 2]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gtracer import SAM, AdamTracer, SGDTracer
+from gtracer.optim.stats import Stats
 from support.optimizers import every_optimiser
 from support.problems import Problem, Vector, make, spd, tanh_mlp
 from support.twin import penalised_gradient
@@ -16,6 +17,23 @@ A = spd(3)
 def quadratic():
     model = Vector([1.0, -2.0, 0.5]).double()
     return Problem(model, lambda i: model.w @ A @ model.w / 2)
+
+
+@pytest.mark.parametrize("loss", [None, 1.5])
+@pytest.mark.parametrize("squared", [False, True])
+def test_numbers_are_the_same_from_norms_and_from_their_squares(squared, loss):
+    """∇L = (3, 4) and ρ∇T = (−6, 8), on the device and as read."""
+    g, h = torch.tensor([3.0, 4.0]), torch.tensor([-6.0, 8.0])
+    told = None if loss is None else torch.tensor(loss)
+    if squared:
+        rest = torch.stack([h.square().sum(), (g + h).square().sum()])
+        stats = Stats.of_squares(told, torch.tensor([7.0, 0.25, 25.0]), rest)
+    else:
+        stats = Stats(told, torch.tensor(0.25), g.norm(), h.norm(), (g + h).norm())
+    known = [math.nan if loss is None else loss, 0.25]
+    assert stats.read() == pytest.approx([*known, 5.0, 10.0, 153**0.5], nan_ok=True)
+    assert stats.on_device().tolist() == pytest.approx([*known, 2.0], nan_ok=True)
+    assert stats.alignment.item() == pytest.approx(14 / 50)
 
 
 def test_closed_form():

@@ -301,7 +301,7 @@ def test_tensors_at_odd_addresses_and_gradients_that_lie_otherwise(finished, cls
             passes.append(1)
             loss = w.pow(4).sum()
             loss.backward()
-            if odd and len(passes) % 2 == 0:  # column by column, behind the displaced pass
+            if odd and len(passes) % 2 == 0:  # column by column, after the displaced pass
                 w.grad = w.grad.T.contiguous().T
             return loss
 

@@ -94,3 +94,34 @@ def varied(folder: Path) -> Study:
     )
     fill(study, folder)
     return study
+
+
+def detailed(folder: Path) -> Study:
+    """Two methods with all that a run leaves: losses, ρ, T, held-out accuracy, confusions, calibration."""
+    study = Study.from_mapping(
+        {
+            "title": "With everything",
+            "base": {"epochs": 4, "holdout": 0.1},
+            "seeds": 2,
+            "methods": {"SGD": {"optimizer": "sgd"}, "SGD-TRACER": {"optimizer": "sgd-tracer"}},
+        }
+    )
+    study.write(folder)
+    for place, point in enumerate(study.points()):
+        for config in point.configs():
+            record = made_up(config, place)
+            epochs = range(config.epochs)
+            record.curves["train_loss"] = [2.3 / (1 + epoch) for epoch in epochs]
+            record.curves["test_loss"] = [2.0 / (1 + 20 * epoch) for epoch in epochs]
+            record.curves["holdout_accuracy"] = [0.3, 0.5 + 0.1 * place, 0.4, 0.5]
+            if point.method == "SGD-TRACER":
+                record.curves["rho"] = [0.0, 1e-5, 1e-4, 2e-3]
+                record.curves["trace_ratio"] = [100.0, 10.0, 5.0, 4.0 + config.seed]
+                record.resolved = {"rho": "auto", "delta": 0.01, "test_examples": 40}
+            record.evaluation = {
+                "bins": [[10, 0.5, 0.4], [30, 0.9, 0.95 - 0.05 * place]],
+                "classes": ["cat", "<i>dog</i>"],
+                "confusion": [[19 + config.seed, 1], [5, 15]],
+            }
+            record.write(folder / f"run #{place}-{config.seed}")
+    return study

@@ -93,7 +93,7 @@ KNOWN: dict[Any, Callable[[], Likelihood]] = {
 
 
 def likelihood_of(loss: Any) -> Likelihood:
-    """The output distribution behind a loss of torch, given as function, class or module."""
+    """The output distribution of a loss of torch, given as function, class or module."""
     name = getattr(loss, "__name__", type(loss).__name__)
     kind = type(loss) if isinstance(loss, nn.Module) else loss
     try:

@@ -26,6 +26,7 @@ from gtracer.lab.schema import (
     Share,
     ShareAboveZero,
     ShareBelowOne,
+    Units,
     must_be,
     one_of,
     problems,
@@ -48,7 +49,6 @@ First = Annotated[
 ]
 Strength = Annotated[Literal["auto"] | AtLeastZero | None, must_be("'auto' or a finite number in [0, inf]")]
 Reuse = Annotated[Literal["previous"] | Share | None, must_be("'previous' or a finite number in [0, 1]")]
-Units = Annotated[int, Field(ge=1, le=2**16), must_be(f"a whole number of at least 1 (and at most {2**16})")]
 # Generators are seeded with a million times of it, and numpy's take 32 bits.
 Seed = Annotated[int, Field(ge=0, lt=2**32), must_be(f"a whole number of at least 0 (and at most {2**32 - 1})")]
 # How encoders are fine-tuned where nothing else is said: by BERT's recipe (Devlin et al., 2019), learning rate, epochs
@@ -151,6 +151,9 @@ class Config:
         "torch's; compiled: torch.compile; fused: our own on a GPU, for a resnet with batch norm or a BERT",
     )
     precision: Precision = option("fp32", "of the computation; weights are fp32")
+    sharpness: Count | None = option(
+        None, "measure how sharp the loss is after every so many epochs (every=20, or 20); training stays the same"
+    )
 
     def __post_init__(self) -> None:
         values = Config.checked(vars(self))
@@ -205,7 +208,9 @@ class Config:
     @property
     def folder(self) -> str:
         """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
-        mark = hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()[:8]
+        # Without an option that older runs did not have, they are called what they were called.
+        told = {name: x for name, x in self.to_mapping().items() if (name, x) != ("sharpness", None)}
+        mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 
 

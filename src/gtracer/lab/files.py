@@ -61,6 +61,15 @@ def expanded(name: str) -> Path:
         raise LabError(f"there is no home folder for {name}") from error
 
 
+def is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8: on Linux it may be any bytes, which no JSON file can hold."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def exists(path: Path) -> bool:
     """Whether there is such a file or folder; there is none of a name that no file can have."""
     try:

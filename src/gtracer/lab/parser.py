@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from gtracer.lab.errors import one_line, shown, similar
 
 MOST = 1_000_000  # of whatever is counted on the command line
+LARGEST = 1e38  # of numbers: 32 bits hold little more
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,8 +55,15 @@ def at_least_zero(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {shown(text)}")
+    if not 0 <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0 (and at most {LARGEST:g}), got {shown(text)}")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = at_least_zero(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {shown(text)}")
     return value
 
 

@@ -49,6 +49,7 @@ def one_of(*choices: str) -> PlainValidator:
 
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), must_be(f"a whole number of at least 1 (and at most {2**31 - 1})")]
+Units = Annotated[int, Field(ge=1, le=2**16), must_be(f"a whole number of at least 1 (and at most {2**16})")]
 Flag = Annotated[bool, must_be("True or False")]
 # A pattern is also what makes pydantic look at the characters: halves of one, which JSON can hold, are no text.
 Words = Annotated[str, Field(pattern=""), must_be("text")]

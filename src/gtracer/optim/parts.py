@@ -28,7 +28,7 @@ def split(batch: tuple[Any, ...], size: int) -> Parts:
 
 
 def examples_of(batch: tuple[Any, ...], who: str) -> int:
-    """How many examples a batch has; refused where that cannot be told."""
+    """How many examples a batch has; refused where that is unknown."""
     sizes = {len(x) if x.ndim else 0 for x in _tensors(batch)}
     if not sizes:
         raise RuntimeError(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gtracer.optim.optimizer import TwoPassOptimizer
-from gtracer.scopes import Buffers, RandomState
+from gtracer.scopes import AllRandomness, Buffers
 
 SHARED = ("param_groups", "state")  # by an optimiser and the one that it wraps: the very objects have to stay
 
@@ -40,9 +38,7 @@ class Snapshot:
         self._entries = [(p, entry, Values(entry)) for p, entry in optimizer.state.items()]
         self._groups = [(group, Values(group)) for group in optimizer.param_groups]
         self._settings = [(owner, _settings(owner)) for owner in (optimizer, optimizer.base)]
-        self._random = RandomState({x.device for x in (*params, *buffers.buffers)})
-        self._others = [(generator, generator.get_state()) for generator in generators or ()]
-        self._python, self._numpy = random.getstate(), _numpy_state()
+        self._random = AllRandomness({x.device for x in (*params, *buffers.buffers)}, generators or [])
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -72,11 +68,6 @@ class Snapshot:
     def restore_random(self) -> None:
         """Put the random numbers back alone."""
         self._random.restore()
-        for generator, state in self._others:
-            generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
 
 
 class Values:
@@ -97,28 +88,9 @@ class Values:
                 mapping[key] = copy.deepcopy(value)
 
 
-def generators_of(batches: Any) -> list[torch.Generator]:
-    """Those that a DataLoader draws the order of its examples from, where it has its own."""
-    found = [getattr(owner, "generator", None) for owner in _samplers(batches)]
-    return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
-
-
-def _samplers(batches: Any) -> Iterator[Any]:
-    yield batches
-    for name in ("sampler", "batch_sampler"):
-        if (inner := getattr(batches, name, None)) is not None:
-            yield from _samplers(inner)
-
-
 def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, Tensor) else copy.deepcopy(x)
 
 
 def _settings(owner: Any) -> dict[str, Any]:
     return {n: list(x) if type(x) is list else x for n, x in vars(owner).items() if n not in SHARED}
-
-
-def _numpy_state() -> Any:
-    """Only where somebody uses it."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()

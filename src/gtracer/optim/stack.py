@@ -25,7 +25,7 @@ class _Called(nn.Module):
 
 
 class Stack:
-    """Micro-batches side by side: every tensor of the batch as micro-batches × examples.
+    """Micro-batches stacked: every tensor of the batch as micro-batches × examples.
 
     Args:
         model: Whose weights the closure uses.

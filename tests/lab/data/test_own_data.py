@@ -333,8 +333,8 @@ def table(change, *words):
         (table(lambda f: f[:0]), "d.csv is empty: it has no row with a label"),
         (table(lambda f: f, "--model", "resnet20"), "model 'resnet20' wants images"),
         (table(lambda f: f, "--augment"), "augment = True has no effect: it is for images"),
-        (lambda _: ["--task", "nomodule:f"], "nomodule:f cannot be had: No module named 'nomodule'"),
-        (lambda _: ["--task", "json:nothing"], "json:nothing cannot be had"),
+        (lambda _: ["--task", "nomodule:f"], "nomodule:f cannot be imported: No module named 'nomodule'"),
+        (lambda _: ["--task", "json:nothing"], "json:nothing cannot be imported"),
         (lambda _: ["--task", "json:dumps"], "json:dumps is called with no arguments, which it does not take"),
     ],
 )

@@ -245,7 +245,7 @@ def weights_cut_short(folder):
 
 def another_head(folder):
     about = json.loads((folder / "run" / saved.DESCRIPTION).read_text())
-    about["model"]["outputs"] = 7
+    about["model"]["outputs"], about["classes"] = 7, about["classes"][:7]
     (folder / "run" / saved.DESCRIPTION).write_text(json.dumps(about))
     return ["evaluate", "run"]
 
@@ -274,7 +274,7 @@ def no_labels(folder):
         (weights_cut_short, "model.safetensors is damaged"),
         (another_head, "model.safetensors is of another model: 'size mismatch for 7.weight"),
         (no_weights, "run holds no model.safetensors yet: go on with gtracer train --resume run"),
-        (a_damaged_description, "model.json is damaged (it has no 'preprocessing')"),
+        (a_damaged_description, "model.json is damaged (there is no model; there is no classes"),
         (no_labels, "1.png has no labels to compare with, or not for every example: use gtracer predict"),
         (lambda _: ["predict", "run", "none"], "cannot read none: there is no such file or folder"),
         (lambda _: ["predict", "elsewhere", "none"], "elsewhere holds no model.json: gtracer train leaves one"),

@@ -74,7 +74,7 @@ def test_a_function_s_model_is_trained_and_rebuilt():
         ("mynet:other", "model 'mynet:other' does not take examples of shape (64,)"),
         ("mynet:no_model", "mynet:no_model must give a torch.nn.Module, got 5"),
         ("mynet:plain", "mynet:plain is called with shape, classes, which it does not take"),
-        ("mynet:none", "mynet:none cannot be had"),
+        ("mynet:none", "mynet:none cannot be imported"),
     ],
 )
 def test_a_model_that_does_not_fit_is_one_line(name, message, capsys):

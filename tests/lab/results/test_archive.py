@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -126,10 +127,14 @@ class TestRoundTrip:
 class TestReading:
     @pytest.mark.parametrize("made", [small, varied])
     def test_the_report_is_that_of_the_folder(self, tmp_path, made):
-        """Page, figures and tables to the byte."""
+        """Page, figures and tables to the byte, but for the links to runs that lie in no folder."""
         path = packed(tmp_path / "runs", made)
         report.write(tmp_path / "runs", tmp_path / "of folder")
         report.write(path, tmp_path / "of archive")
+        page = tmp_path / "of folder" / "index.html"
+        text, links = re.subn(rb' <a href="\.\./runs/[^"]*">record</a>', b"", page.read_bytes())
+        assert links == len(list((tmp_path / "runs").rglob("record.json")))
+        page.write_bytes(text)
         assert tree(tmp_path / "of archive") == tree(tmp_path / "of folder")
 
     def test_without_a_study_too(self, tmp_path):

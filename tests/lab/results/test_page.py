@@ -7,7 +7,7 @@ import pytest
 
 from gtracer.lab.results import report
 from gtracer.lab.results.statistics import read
-from support.records import HOSTILE, small, varied
+from support.records import HOSTILE, detailed, small, varied
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
@@ -26,9 +26,9 @@ def browser():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """The small study's page and that of a study that varies ρ."""
+    """The small study's page, that of a study that varies ρ, and one with all figures."""
     made = {}
-    for study in (small, varied):
+    for study in (small, varied, detailed):
         runs = tmp_path_factory.mktemp(study.__name__)
         study(runs)
         made[study.__name__] = report.write(runs, runs / "report")
@@ -71,10 +71,10 @@ def test_charts_are_drawn(visit):
 
 def column(page, heading):
     """The values below a heading as they stand, top to bottom, and the heading's button."""
-    headings = page.locator("thead th").all_inner_texts()
+    headings = page.locator("#table thead th").all_inner_texts()
     place = next(i for i, text in enumerate(headings) if text.startswith(heading))
-    cells = page.locator(f"tbody tr:visible td:nth-child({place + 1})").all_inner_texts()
-    return cells, page.locator("thead th").nth(place)
+    cells = page.locator(f"#table tbody tr:visible td:nth-child({place + 1})").all_inner_texts()
+    return cells, page.locator("#table thead th").nth(place)
 
 
 def numbers(cells):
@@ -93,7 +93,7 @@ def test_a_click_sorts(visit, heading):
     downwards, _ = column(page, heading)
     assert numbers(downwards) == sorted(numbers(before), reverse=True)
     assert head.get_attribute("aria-sort") == "descending"
-    assert page.locator('th[aria-sort="none"]').count() == page.locator("th").count() - 1
+    assert page.locator('#table th[aria-sort="none"]').count() == page.locator("#table th").count() - 1
 
 
 def test_what_was_not_run_stays_at_the_end(visit):
@@ -204,3 +204,42 @@ def test_a_narrow_page_does_not_scroll_sideways(visit):
     page = visit()
     page.set_viewport_size({"width": 380, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_a_cue_tells_that_a_table_scrolls(visit):
+    """As long as it does; and all of it can be reached."""
+    page = visit("detailed")
+    cue, area = page.locator(".cue").first, page.locator(".scroll").first
+    page.set_viewport_size({"width": 390, "height": 700})
+    cue.wait_for(state="visible")
+    assert area.evaluate("element => (element.scrollLeft = 9999, element.scrollLeft)") > 100
+    last = page.locator("#table thead th").last.bounding_box()
+    assert last["x"] + last["width"] <= 390
+    page.set_viewport_size({"width": 1900, "height": 700})
+    cue.wait_for(state="hidden")
+
+
+def test_the_best_cells_are_bold(visit):
+    page = visit()
+    assert page.locator("#table td b").all_inner_texts() == [
+        "31.6 ± 0.6", "32.0 ± 0.3", "44.5 ± 0.3", "45.8 ± 0.2", "10.5 ± 0.3",
+    ]  # fmt: skip
+    weight = page.locator("#table td b").first.evaluate("element => getComputedStyle(element).fontWeight")
+    assert int(weight) >= 600
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_on_a_matrix_can_be_read(visit, scheme):
+    """On the darkest of its cells, mixed with what is below it."""
+    page = visit("detailed", color_scheme=scheme)
+    text = computed(page, 'figure:has-text("Confusion") svg text', "fill")
+    ground = [int(c) for c in re.findall(r"\d+", computed(page, "html", "backgroundColor"))[:3]]
+    cells = page.locator('figure:has-text("Confusion") svg path[style*="fill: #"]')
+    for cell in cells.all():
+        fill, alpha = cell.evaluate(
+            "e => [getComputedStyle(e).fill, Number(e.style.opacity || e.style.fillOpacity || 1)]"
+        )
+        mixed = [alpha * int(c) + (1 - alpha) * g for c, g in zip(re.findall(r"\d+", fill)[:3], ground, strict=True)]
+        assert contrast(text, "rgb({:.0f}, {:.0f}, {:.0f})".format(*mixed)) >= 4.5
+    assert cells.count() >= 8
+    assert page.locator("details[open] summary").inner_text() == "4 runs"

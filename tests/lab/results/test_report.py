@@ -8,9 +8,11 @@ import csv
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import numpy as np
@@ -28,7 +30,7 @@ from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import TEST, read
 from gtracer.lab.sweeps.study import Study
 from support.places import TESTS
-from support.records import HOSTILE, damage, fill, small, varied
+from support.records import HOSTILE, damage, detailed, fill, small, varied
 
 GOLDEN = TESTS / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -62,7 +64,8 @@ def test_page_is_as_kept(written):
 
 
 def test_same_records_make_the_same_bytes(written, tmp_path):
-    again = report.write(written.parent, tmp_path).parent
+    shutil.copytree(written.parent, tmp_path / "runs", ignore=shutil.ignore_patterns("report"))
+    again = report.write(tmp_path / "runs", tmp_path / "runs" / "report").parent
     for path in (p for p in written.rglob("*") if p.is_file()):
         assert path.read_bytes() == (again / path.relative_to(written)).read_bytes(), path
 
@@ -170,6 +173,79 @@ def test_vertices_are_the_data(tmp_path):
         np.arange(1, study.points()[0].config.epochs + 1),
         100 * curves.mean(0),
     )
+
+
+def test_losses_rho_and_t_have_axes_of_their_own(tmp_path):
+    """Where they span a decade, of powers; a ρ of 0 is not on it."""
+    detailed(tmp_path)
+    made = {picture.name: picture for picture in figures.pictures(read(tmp_path)[0])}
+    assert_affine(vertices(made["train-loss"], "SGD"), np.arange(4), 2.3 / (1 + np.arange(4)))
+    assert_affine(vertices(made["test-loss"], "SGD"), np.arange(4), np.log(2.0 / (1 + 20 * np.arange(4))))
+    assert_affine(vertices(made["rho"], "SGD-TRACER"), np.arange(3), np.log([1e-5, 1e-4, 2e-3]))
+    assert_affine(vertices(made["trace-ratio"], "SGD-TRACER"), np.arange(4), np.log([100, 10, 5, 4.5]))
+    assert made["rho"].series[0].points == ["epoch 2: 1e-05 ± 0", "epoch 3: 0.0001 ± 0", "epoch 4: 0.002 ± 0"]
+    assert [series.name for series in made["rho"].series] == ["SGD-TRACER"]
+
+
+def test_confusions_are_added_up_and_calibration_pooled(tmp_path):
+    detailed(tmp_path)
+    made = {picture.name: picture for picture in figures.pictures(read(tmp_path)[0])}
+    matrix = [text.strip() for text in ElementTree.fromstring(made["confusion"].svg).itertext() if text.strip()]
+    assert "<i>dog</i>" in matrix
+    shares = [round(100 * n / total) for n, total in ((39, 41), (2, 41), (10, 40), (30, 40))]
+    assert [int(text) for text in matrix if text.isdigit()] == shares * 2
+    lines = made["calibration"].series
+    assert [line.name for line in lines] == ["SGD: error 6.2 %", "SGD-TRACER: error 2.5 %"]
+    assert lines[0].points == ["50 % sure: 40.0 % right of 20", "90 % sure: 95.0 % right of 60"]
+    assert_affine(vertices(made["calibration"], lines[0].name), np.array([50, 90]), np.array([40, 95]))
+
+
+def test_of_many_classes_the_page_says_what_was_confused(tmp_path):
+    """Added up over the runs; names are text."""
+    detailed(tmp_path)
+    for path in tmp_path.glob("run #0-*/record.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"evaluation": {"confused": [["<b>", "dog", 7], ["a", "b", 9]]}}))
+    page = report.write(tmp_path, tmp_path / "report").read_text(encoding="utf-8")
+    assert "<dt>SGD</dt>\n<dd>b for a (18), dog for &lt;b&gt; (14)</dd>" in page
+    assert page.count("<h2>Confused most often</h2>") == 1
+
+
+@pytest.mark.parametrize("wrong", [{"confusion": [[1, 2]], "classes": ["a", "b"]}, {"confusion": [[1]]}, {"bins": []}])
+def test_an_evaluation_that_fits_nothing_is_left_out(tmp_path, wrong):
+    detailed(tmp_path)
+    for path in tmp_path.rglob("record.json"):
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"evaluation": wrong}))
+    names = [picture.name for picture in figures.pictures(read(tmp_path)[0])]
+    assert "epochs" in names
+    assert not {"confusion", "calibration"} & set(names)
+
+
+def test_the_best_of_a_setting_are_bold_in_every_table(written):
+    """The small study's best accuracies are SGD-TRACER's, and what it has memorised is the least."""
+    markdown = (written / "tables" / "results.md").read_text(encoding="utf-8").splitlines()
+    bold = [re.findall(r"\*\*([^*]+)\*\*", line) for line in markdown if line.startswith("| ")]
+    assert bold == [[], [], [], [], ["31.6 ± 0.6", "32.0 ± 0.3"], [], [], ["44.5 ± 0.3", "45.8 ± 0.2", "10.5 ± 0.3"]]
+    latex = (written / "tables" / "results.tex").read_text(encoding="utf-8")
+    assert latex.count(r"\textbf{") == 5
+    assert (written / "index.html").read_text(encoding="utf-8").count('<td class="number" data-value') > 5
+
+
+def test_links_lead_to_the_runs(tmp_path):
+    """From wherever the page is; names with signs that addresses have no room for; nothing of a packed run."""
+    detailed(tmp_path / "a folder")
+    (tmp_path / "a folder" / "run #0-0" / "label-errors").mkdir()
+    (tmp_path / "a folder" / "run #0-0" / "label-errors" / "label-errors.html").touch()
+    page = report.write(tmp_path / "a folder", tmp_path / "other" / "place")
+    found = re.findall(r'href="(\.\./[^"]+)"', page.read_text(encoding="utf-8"))
+    assert len(found) == 5
+    for link in found:
+        assert (page.parent / unquote(link)).is_file(), link
+    assert main(["records", "pack", str(tmp_path / "a folder"), "-o", str(tmp_path / "all.jsonl.xz")]) == 0
+    packed = report.write(tmp_path / "all.jsonl.xz", tmp_path / "packed").read_text(encoding="utf-8")
+    assert 'href="../' not in packed
+    assert "run #0-0" in packed
 
 
 def vertices(picture, name):

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from gtracer.lab import files
 from gtracer.lab.data.rows import TRAIN, parts_of
 from gtracer.lab.data.streams import Items
 from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import Number, Positive, Units
 
 MODES = {1: "L", 3: "RGB"}
 GREY = ("1", "L", "LA", "I", "F")  # and those of 16 bits, which go on from I
@@ -42,9 +45,9 @@ class Pictures:
         flat: As a vector.
     """
 
-    size: tuple[int, int]
-    mean: tuple[float, ...]
-    deviation: tuple[float, ...]
+    size: tuple[Units, Units]
+    mean: tuple[Number, ...]
+    deviation: tuple[Positive, ...]
     flat: bool = False
 
     @classmethod
@@ -98,8 +101,7 @@ class Pictures:
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> Pictures:
-        height, width = described["size"]
-        return cls((height, width), tuple(described["mean"]), tuple(described["deviation"]), described["flat"])
+        return TypeAdapter(cls).validate_python(described)
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,10 @@ def _folders(folder: Path) -> list[Path]:
 
 def pictures_in(folder: Path) -> list[Path]:
     """All images below it, but for hidden ones."""
-    return sorted(p for p in folder.rglob("*") if is_picture(p) and not _is_hidden(p.relative_to(folder)))
+    found = sorted(p for p in folder.rglob("*") if is_picture(p) and not _is_hidden(p.relative_to(folder)))
+    if wrong := [p for p in found if not files.is_text(str(p))]:
+        raise LabError(f"the name {shown(str(wrong[0]))} is not UTF-8: rename it")
+    return found
 
 
 def _is_hidden(path: Path) -> bool:

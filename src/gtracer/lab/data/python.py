@@ -33,9 +33,9 @@ def function(name: str, *arguments: str) -> Callable[..., Any]:
         with _here():
             found = getattr(importlib.import_module(module), word)
     except (ImportError, AttributeError, SyntaxError) as error:
-        raise LabError(f"{name} cannot be had: {one_line(error)}") from error
+        raise LabError(f"{name} cannot be imported: {one_line(error)}") from error
     except Exception as error:  # of the module itself
-        raise LabError(f"{name} cannot be had: {module} raises {raised(error)}") from error
+        raise LabError(f"{name} cannot be imported: {module} raises {raised(error)}") from error
     if not callable(found):
         raise LabError(f"{name} is no function, but {type(found).__name__}")
     try:
@@ -44,6 +44,17 @@ def function(name: str, *arguments: str) -> Callable[..., Any]:
         wanted = ", ".join(arguments) or "no arguments"
         raise LabError(f"{name} is called with {wanted}, which it does not take: {one_line(error)}") from error
     return found  # type: ignore[no-any-return]
+
+
+def called(name: str, **arguments: Any) -> Any:
+    """What the function of that name gives."""
+    wanted = function(name, *arguments)
+    try:
+        return wanted(**arguments)
+    except LabError:
+        raise
+    except Exception as error:  # the user's own, of any class
+        raise LabError(f"{name} raises {raised(error)}") from error
 
 
 @contextmanager
@@ -86,13 +97,7 @@ def local(name: str, seed: int, loss: str | None = None) -> Task:
 
 def _sets(name: str) -> list[Any]:
     """What the function gives, one to three Datasets."""
-    wanted = function(name)
-    try:
-        given = wanted()
-    except LabError:
-        raise
-    except Exception as error:
-        raise LabError(f"{name} raises {raised(error)}") from error
+    given = called(name)
     sets = list(given) if isinstance(given, tuple | list) else [given]
     if not 1 <= len(sets) <= 3 or any(isinstance(each, IterableDataset) or not _is_indexed(each) for each in sets):
         raise LabError(
@@ -105,7 +110,10 @@ def _sets(name: str) -> list[Any]:
 
 
 def _is_indexed(dataset: Any) -> bool:
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, str | dict)
+    try:
+        return len(dataset) >= 0 and hasattr(dataset, "__getitem__") and not isinstance(dataset, str | dict)
+    except Exception:  # it has no length, or its own code fails
+        return False
 
 
 def _labels(name: str, dataset: Any) -> Tensor:

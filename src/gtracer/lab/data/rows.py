@@ -160,6 +160,8 @@ def _json_lines(path: Path, text: str) -> Iterable[Row]:
         if line.strip():
             try:
                 row = json.loads(line)
+                if "\\u" in line:  # halves of a character, which JSON can hold, are no text
+                    json.dumps(row, ensure_ascii=False).encode()
             except (ValueError, RecursionError) as error:
                 raise LabError(f"{path} is damaged: line {number} is not JSON ({one_line(error)})") from error
             if not isinstance(row, dict):

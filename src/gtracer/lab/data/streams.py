@@ -79,6 +79,11 @@ class Items:
         """As a tensor of all of them would have it."""
         return (len(self), *self[0].shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Likewise."""
+        return self[0].dtype
+
     def gathered(self, rows: Iterable[int]) -> Tensor:
         """These as one tensor, to be finished."""
         found = [self._read(row) for row in rows]

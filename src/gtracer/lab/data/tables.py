@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from gtracer.lab import files
@@ -20,6 +21,7 @@ from gtracer.lab.data import rows
 from gtracer.lab.data.labels import Target, encoded
 from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.schema import Words
 
 LARGEST = 1e100  # whose square is a number too
 WORDS = 0.1  # share of a column of numbers that may be words, which count as missing
@@ -39,9 +41,9 @@ class Columns:
         transformer: scikit-learn's.
     """
 
-    numbers: tuple[str, ...]
-    categories: tuple[str, ...]
-    label: str
+    numbers: tuple[Words, ...]
+    categories: tuple[Words, ...]
+    label: Words
     transformer: Any
 
     def __call__(self, frame: Any, path: Path) -> Tensor:
@@ -53,9 +55,11 @@ class Columns:
             _refuse_words(frame[name], path)
         if not len(frame):
             return torch.zeros(0, 0)
-        return torch.tensor(
-            self.transformer.transform(_as_wanted(frame, self.numbers, self.categories, path)), dtype=torch.float32
-        )
+        try:
+            made = self.transformer.transform(_as_wanted(frame, self.numbers, self.categories, path))
+        except (ValueError, TypeError, AttributeError) as error:  # of another model, or no transformer at all
+            raise LabError(f"{path} cannot be prepared as for the model: {one_line(error)}") from error
+        return torch.tensor(made, dtype=torch.float32)
 
     def read(self, path: Path) -> Found:
         """A file; or of a folder that is split, its test data."""
@@ -79,7 +83,7 @@ class Columns:
         from skops import io as skops
 
         made = skops.loads(base64.b64decode(described["skops"]), trusted=["numpy.dtype"])
-        return cls(tuple(described["numbers"]), tuple(described["categories"]), described["label"], made)
+        return TypeAdapter(cls).validate_python(described | {"transformer": made})
 
 
 def local(path: Path, label: str, drop: tuple[str, ...], seed: int, loss: str | None = None) -> Task:

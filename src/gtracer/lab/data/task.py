@@ -146,6 +146,11 @@ def _tenths(numbers: Tensor, share: float) -> Tensor:
     return place * parts // max(1, len(numbers))
 
 
+def sampled(n: int, most: int) -> Tensor:
+    """At most so many of n rows, at random, and the same ones whatever a run's seed is."""
+    return _shuffled(n, -2_000_000_011)[:most]
+
+
 def _chosen(inputs: Inputs, rows: Tensor) -> Inputs:
     if isinstance(inputs, Tensor):
         return inputs[rows]

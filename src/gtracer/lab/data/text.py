@@ -40,8 +40,8 @@ class TextColumns:
         label: Column with the class, where there is one.
     """
 
-    columns: tuple[str, ...]
-    label: str = "label"
+    columns: tuple[Words, ...]
+    label: Words = "label"
 
     def read(self, path: Path) -> Found:
         """A file; or of a folder that is split, its test data."""
@@ -62,7 +62,7 @@ class TextColumns:
 
     @classmethod
     def of(cls, described: dict[str, Any]) -> TextColumns:
-        return cls(tuple(described["columns"]), described["label"])
+        return TypeAdapter(cls).validate_python(described)
 
 
 def boolq(folder: Path) -> Task:

@@ -1,12 +1,15 @@
-"""The commands of a trained model: `predict`, `evaluate`, `export`, `find-label-errors`."""
+"""The commands of a trained model: `predict`, `evaluate`, `export`, `find-label-errors`, `sharpness`."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gtracer.lab.parser import at_least_one
+from gtracer.lab.errors import LabError
+from gtracer.lab.parser import above_zero, at_least_one, whole
 
 FORMATS = ("onnx", "torchscript", "hf")
 
@@ -71,9 +74,81 @@ def add(commands: Any) -> None:
         metavar="N",
         help="judge each part of the data by a model trained on the others (default: 1, the run's model judges all)",
     )
+    errors.add_argument(
+        "--retrain", action="store_true", help="and train on what is left without them, into cleaned, in that folder"
+    )
     errors.add_argument("--data", metavar="DIR", help="folder with the official files of the run's own task")
     errors.add_argument("--out", type=Path, metavar="DIR", help="(default: label-errors, in the run's folder)")
     errors.set_defaults(run=_find_label_errors)
+    _add_sharpness(commands)
+
+
+# What `measure` takes, with its own defaults.
+COUNTS = {
+    "top": (at_least_one, 3, "of the largest eigenvalues"),
+    "steps": (
+        at_least_one,
+        40,
+        "of Lanczos' method, at most; each is a pass over the examples, of some training passes",
+    ),
+    "probes": (whole, 8, "random vectors for the trace; 0: no trace"),
+    "samples": (whole, 8, "pairs of random displacements for the expected sharpness; 0: none"),
+    "ascent": (whole, 8, "gradients on the way to the worst point of a ball; 0: none"),
+}
+LENGTHS = {
+    "sigma": (0.01, "of random displacements"),
+    "adaptive-sigma": (0.1, "the same in units of |w|"),
+    "radius": (0.05, "of the ball"),
+    "adaptive-radius": (0.5, "the same in units of |w|"),
+}
+
+
+def _add_sharpness(commands: Any) -> None:
+    command = commands.add_parser(
+        "sharpness",
+        help="how sharp the minima are that runs have found",
+        description="Measure how sharp the loss is at trained models: eigenvalues, traces and spectral densities of "
+        "Hessian and Gauss-Newton matrix, expected and worst rises around the weights, TRACER's T; on some of their "
+        "training examples, with the labels that they were trained on. Print a table, of several models side by side, "
+        "and leave numbers and figures in each one's folder.",
+        epilog="example: gtracer sharpness runs/sgd runs/tracer --landscape --between",
+    )
+    command.add_argument(
+        "models",
+        nargs="+",
+        metavar="RUN",
+        help="folder that gtracer train wrote to, or MODULE:FUNCTION giving a model, its loss of a batch, and batches",
+    )
+    command.add_argument(
+        "--last", action="store_true", help="the last epoch's weights (default: the best by held-out data)"
+    )
+    command.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, mps, … or auto (default: auto)")
+    command.add_argument("--data", metavar="DIR", help="folder with the official files of the runs' own task")
+    command.add_argument(
+        "--examples", type=at_least_one, default=1000, metavar="N", help="at most so many (default: 1000)"
+    )
+    command.add_argument(
+        "--batch-size", type=at_least_one, metavar="N", help="m of m-sharpness, too (default: that of training)"
+    )
+    command.add_argument("--split", choices=("train", "test"), default="train", help="whose examples (default: train)")
+    for name, (kind, default, text) in COUNTS.items():
+        command.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    for name, (length, text) in LENGTHS.items():
+        command.add_argument(
+            f"--{name}", type=above_zero, default=length, metavar="X", help=f"{text} (default: {length})"
+        )
+    command.add_argument("--landscape", action="store_true", help="the loss along a line and on two planes, too")
+    command.add_argument(
+        "--points", type=at_least_one, default=21, metavar="N", help="of a landscape, along each axis (default: 21)"
+    )
+    command.add_argument(
+        "--reach", type=above_zero, default=1.0, metavar="X", help="of a landscape, to both sides (default: 1.0)"
+    )
+    command.add_argument(
+        "--between", action="store_true", help="the loss from the first model to each of the others, too"
+    )
+    command.add_argument("--out", type=Path, metavar="DIR", help="(default: sharpness, in each run's folder)")
+    command.set_defaults(run=_sharpness)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
@@ -119,8 +194,51 @@ def _export(chosen: argparse.Namespace) -> None:
 
 
 def _find_label_errors(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
     from gtracer.lab.inference import label_errors
 
-    out = chosen.out or chosen.model / "label-errors"
-    found = label_errors.find(_loaded(chosen), chosen.folds, out, chosen.data)
+    out, console, trained = chosen.out or chosen.model / "label-errors", Console(), _loaded(chosen)
+    found = label_errors.find(trained, chosen.folds, out, chosen.data, console)
     print("\n".join(label_errors.told(found, out)))
+    if chosen.retrain:
+        cleaned, place = label_errors.retrain(found, trained, out, console)
+        print(label_errors.told_of(cleaned, place, chosen.model))
+
+
+def _sharpness(chosen: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from gtracer.lab.inference import sharpness
+    from gtracer.lab.results.report.sharpness import NAME
+
+    if chosen.points < 2:
+        raise LabError(f"--points must be at least 2, got {chosen.points}")
+    named = {"examples": chosen.examples, "batch_size": chosen.batch_size, "split": chosen.split, "folder": chosen.data}
+    subjects = [sharpness.found(word, device=chosen.device, last=chosen.last, **named) for word in chosen.models]
+    if chosen.between and len(subjects) < 2:
+        raise LabError("--between needs two models at least, got 1")
+    names = [*COUNTS, *(name.replace("-", "_") for name in LENGTHS)]
+    options = {name: getattr(chosen, name) for name in names}
+    console, measured = Console(), []
+    for it in subjects:
+        out = it.folder if chosen.out is None else chosen.out / it.name if len(subjects) > 1 else chosen.out
+        with _progress(console, it.name) as progress:
+            found = it.measured(**options, progress=progress)
+            drawn = it.landscapes(chosen.points, chosen.reach, progress) if chosen.landscape else {}
+            if chosen.between and it is not subjects[0]:
+                drawn[f"from-{subjects[0].name}"] = subjects[0].towards(it, chosen.points, progress)
+        sharpness.write(it, found, out, drawn)
+        measured.append((it.name, found))
+        console.out(f"{it.name}: {out / NAME}", highlight=False)
+    console.print(sharpness.table(measured))
+
+
+@contextmanager
+def _progress(console: Any, name: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal, which is gone at the end."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=1.0)
+        yield lambda what, share: bar.update(task, completed=share, description=f"{name}: {what}")

@@ -34,7 +34,12 @@ def build(config: Config, task: Task) -> Built:
         local = (beside / "config.json").is_file()
         found = encoders.build(str(beside) if local else name, task.outputs, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
-    shape = tuple(_examples(task.train).shape[1:])
+    examples = _examples(task.train)
+    shape = tuple(examples.shape[1:])
+    if not shape or 0 in shape:
+        raise LabError(f"the task's examples have shape {shape}: there is nothing to learn from")
+    if not own.is_named(name) and not examples.dtype.is_floating_point:
+        raise LabError(f"model {name!r} wants real numbers, the task's examples are of {examples.dtype}")
     architecture = Architecture(task.kind, name, task.outputs, shape, config.width, config.depth)
     built = made(architecture, pretrained=config.pretrained)
     if config.init == "torch":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -51,16 +49,12 @@ def _timm(of: Architecture, pretrained: bool) -> nn.Module:
             )
     except Exception as error:  # of a name, of the network, of the hub: of any class
         hint = "; offline: --weights FILE instead of --pretrained" if pretrained and hub.is_offline() else ""
-        raise LabError(f"model {of.name!r} cannot be had: {one_line(error)}{hint}") from error
+        raise LabError(f"model {of.name!r} is not available: {one_line(error)}{hint}") from error
     return model
 
 
 def _by_function(of: Architecture) -> nn.Module:
-    function = python.function(of.name, "shape", "classes")
-    try:
-        model = function(shape=of.shape, classes=of.outputs)
-    except Exception as error:
-        raise LabError(f"{of.name} raises {raised(error)}") from error
+    model = python.called(of.name, shape=of.shape, classes=of.outputs)
     if not isinstance(model, nn.Module):
         raise LabError(f"{of.name} must give a torch.nn.Module, got {shown(model)}")
     return model
@@ -71,16 +65,16 @@ def _check(model: nn.Module, of: Architecture) -> None:
     """With two examples of nothing, before anything is trained on."""
     was = model.training
     try:
-        given = model.eval()(torch.zeros(2, *of.shape))
-        found = tuple(given.shape) if isinstance(given, Tensor) else (2, type(given).__name__)
-    except Exception as error:  # the user's own code, or timm's assertions
+        outputs = model.eval()(torch.zeros(2, *of.shape))
+    except Exception as error:  # the user's own, or timm's assertions
         raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {raised(error)}") from error
     finally:
         model.train(was)
-    if found != (2, of.outputs):
-        raise LabError(
-            f"model {of.name!r} gives outputs of shape {found[1:]}, not one for each of {of.outputs} classes"
-        )
+    found = (
+        f"outputs of shape {tuple(outputs.shape[1:])}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+    )
+    if not isinstance(outputs, Tensor) or outputs.shape != (2, of.outputs):
+        raise LabError(f"model {of.name!r} gives {found}, not one for each of {of.outputs} classes")
 
 
 def take_weights(model: nn.Module, path: Path) -> list[str]:
@@ -106,7 +100,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise LabError(f"cannot read the weights {path}: {error.strerror or one_line(error)}") from error
-    except (SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # whatever torch's reader of pickles comes across
         told = "it is damaged, or neither a .safetensors file nor a state_dict that torch.save wrote"
         raise LabError(f"cannot read the weights {path}: {told}") from error
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)

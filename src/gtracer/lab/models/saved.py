@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
+from typing_extensions import TypedDict
 
 from gtracer.lab import data, files, models
 from gtracer.lab.config import Config
@@ -16,12 +19,40 @@ from gtracer.lab.data.labels import Target
 from gtracer.lab.data.task import Preprocessing, Task
 from gtracer.lab.errors import LabError, one_line, shown
 from gtracer.lab.models.built import Architecture, Built
+from gtracer.lab.schema import STRICT, Count, Name, Units, Words, problems
 
 FORMAT = 1
 # The best epoch's by held-out data, or the last's where nothing is held out; the last's beside the best's.
 WEIGHTS, LAST = "model.safetensors", "last.safetensors"
 DESCRIPTION = "model.json"
 PARTS = "model"  # folder of what else it takes, such as a tokenizer
+
+
+class Network(TypedDict):
+    """An `Architecture`, as the file has it."""
+
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    kind: Name
+    name: str
+    outputs: Count
+    shape: list[Count]
+    width: Units
+    depth: Units
+    max_length: Count
+
+
+class Content(TypedDict):
+    """What the file holds beside its format."""
+
+    __pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[misc]
+    model: Network
+    classes: list[Words]
+    preprocessing: dict[str, Any] | None
+    run: dict[str, Any]
+    versions: dict[str, Any]
+
+
+CONTENT = TypeAdapter(Content)
 
 
 @dataclass(frozen=True)
@@ -42,7 +73,7 @@ class Description:
     preprocessing: Preprocessing | None
     target: Target | None
     config: Config
-    versions: dict[str, str]
+    versions: dict[str, Any]
 
     @classmethod
     def of(cls, config: Config, task: Task, built: Built, versions: dict[str, str]) -> Description:
@@ -73,18 +104,25 @@ class Description:
                     f"{path} has format {shown(content['format'])}, this gtracer reads {FORMAT}: "
                     "use the version that wrote it"
                 )
-            told, target = content["preprocessing"], content.get("target")  # older ones predict classes alone
-            return cls(
-                Architecture.of(content["model"]),
-                tuple(content["classes"]),
-                None if told is None else data.preprocessing(told),
-                None if target is None else Target(**target),
-                Config.from_mapping(content["run"]),
-                content["versions"],
-            )
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
-            raise LabError(f"{path} is damaged ({why}): train the model again") from error
+            CONTENT.validate_python(content)
+            architecture, classes = Architecture.of(content["model"]), tuple(content["classes"])
+            target = content.get("target")  # older ones predict classes alone
+            if architecture.outputs != (len(classes) if target is None else 1):
+                raise ValueError(f"{len(classes)} classes for {architecture.outputs} outputs")
+            config = Config.from_mapping(content["run"])
+            described = content["preprocessing"]
+            fitted = None if described is None else data.preprocessing(described)
+            return cls(architecture, classes, fitted, target and Target(**target), config, content["versions"])
+        except LabError:
+            raise
+        except Exception as error:  # whatever JSON and scikit-learn's objects, packed, come across
+            raise LabError(f"{path} is damaged ({_why(error)}): train the model again") from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return str(problems(error))
+    return f"it has no {error}" if isinstance(error, KeyError) else one_line(error)
 
 
 def write_weights(model: torch.nn.Module, path: Path, epoch: int) -> None:

@@ -30,6 +30,16 @@ class Environment(TypedDict, total=False):
     hardware: dict[str, Any]
 
 
+class Evaluation(TypedDict, total=False):
+    """What the last epoch's model made of the test data."""
+
+    __pydantic_config__ = STRICT | {"extra": "ignore"}  # type: ignore[misc]
+    classes: list[str]
+    confusion: list[list[Annotated[int, Field(ge=0)]]]
+    confused: list[Annotated[list[str | Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]]
+    bins: list[Annotated[list[float], Field(min_length=3, max_length=3)]]
+
+
 class Content(TypedDict):
     """What a record's file holds beside the configuration. Older ones have less."""
 
@@ -41,6 +51,7 @@ class Content(TypedDict):
     notes: NotRequired[list[str]]
     failure: NotRequired[str | None]
     resolved: NotRequired[dict[str, Any]]
+    evaluation: NotRequired[Evaluation]
 
 
 CONTENT = TypeAdapter(Content)
@@ -58,13 +69,19 @@ class Record:
             true label; absent without label noise), holdout_accuracy (against labels as noisy as those to train on;
             absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one. Where
             labels are real numbers test_r2 and test_rmse, in the labels' unit, take the place of test_accuracy, and so
-            do holdout_r2 and holdout_rmse; losses are of labels with mean 0 and deviation 1.
+            do holdout_r2 and holdout_rmse; losses are of labels with mean 0 and deviation 1. With
+            option `sharpness` also sharpness_top, sharpness_trace, sharpness_adaptive, sharpness_gradient and
+            sharpness_trace_ratio; NaN where they were not measured.
         seconds: One number an epoch.
         peak_memory: In bytes, of the whole run.
         notes: What there was to say about model and data, such as how many texts were cut.
         failure: Why it ended before its last epoch: it diverged, and would again.
         resolved: What the configuration came to: ρ, δ, the model and the like as they were where nothing was asked.
             Older records have none.
+        evaluation: What the last epoch's model made of the test data. `bins` are, by how sure it was of its prediction,
+            how many examples there are, how sure on average, and which share was right; `confusion` is how often a
+            class (row) was taken for a class (column), with their names as `classes`; of many classes `confused` has
+            the pairs that came most often, and how often. Older records have none.
     """
 
     config: Config
@@ -75,6 +92,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
     failure: str | None = None
     resolved: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
 
     @property
     def epochs(self) -> int:
@@ -117,11 +135,13 @@ class Record:
 
     def results(self) -> dict[str, Any]:
         """What the run has brought so far, for a checkpoint."""
-        return {"curves": self.curves, "seconds": self.seconds, "peak_memory": self.peak_memory}
+        results = {"curves": self.curves, "seconds": self.seconds, "peak_memory": self.peak_memory}
+        return results | {"evaluation": self.evaluation}
 
     def take(self, results: dict[str, Any]) -> None:
         """Take up a checkpoint's results, which may be an epoch ahead of the file."""
         self.curves, self.seconds, self.peak_memory = (results[key] for key in ("curves", "seconds", "peak_memory"))
+        self.evaluation = results.get("evaluation", {})
 
     def summary(self) -> dict[str, Any]:
         """Last and best epoch (they differ by much under label noise), and the time."""
@@ -193,7 +213,7 @@ class Record:
             raise LabError(
                 f"{epochs} of {config.epochs} epochs, with curves {', '.join(uneven) or shown(list(curves))}"
             )
-        named = {name: read[name] for name in ("notes", "failure", "resolved") if name in read}
+        named = {name: read[name] for name in ("notes", "failure", "resolved", "evaluation") if name in read}
         return cls(config, read["environment"], curves, read["seconds"], read["peak_memory"], **named)
 
 

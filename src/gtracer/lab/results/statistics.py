@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -95,6 +95,18 @@ class Result:
     def best(self) -> list[float]:
         return [100 * max(r.test) for r in self.finished]
 
+    def chosen(self) -> dict[int, float]:
+        """By seed, the accuracy at the epoch that is best by held-out data, the first of equals; where some is."""
+        return {
+            r.config.seed: 100 * r.curves["test_accuracy"][held_out.index(max(held_out))]
+            for r in self.finished
+            if (held_out := r.curves.get("holdout_accuracy"))
+        }
+
+    def held_out(self) -> list[float]:
+        """The accuracy on held-out data at that epoch."""
+        return [100 * max(held_out) for r in self.finished if (held_out := r.curves.get("holdout_accuracy"))]
+
     def estimate(self, values: list[float]) -> Estimate | None:
         return Estimate.of(values) if values else None
 
@@ -149,8 +161,16 @@ class Comparison:
 class Results:
     """A study's points with their records, and what they say of each other."""
 
-    def __init__(self, of: Study, records: Iterable[Record]) -> None:
+    def __init__(self, of: Study, records: Iterable[Record], folders: Mapping[Config, Path] | None = None) -> None:
+        """Group them.
+
+        Args:
+            of: The study.
+            records: Of any runs; those that it does not ask for are counted alone.
+            folders: Where the runs lie, by `Config.identity`.
+        """
         self.study, records = of, list(records)
+        self.folders = folders or {}
         self.given = len(records)
         by_cell = {r.config.identity: r for r in records}
         self.all = [self._result(point, by_cell) for point in of.points()]
@@ -211,17 +231,17 @@ def read(path: Path, of: Study | None = None) -> tuple[Results, list[str]]:
         raise LabError(f"{path} is no folder and no archive: give what gtracer sweep, train or records pack wrote")
     records: list[Record] = []
     problems: list[str] = []
-    for _, found in Record.read_all(path):
+    folders: dict[Config, Path] = {}
+    for folder, found in Record.read_all(path):
         if isinstance(found, LabError):
             problems.append(str(found))
         else:
             records.append(found)
+            folders[found.config.identity] = folder
     of = of or Study.beside(path)
-    if of is not None:
-        return Results(of, records), problems
-    if not records:
+    if of is None and not records:
         raise LabError("; ".join([f"{path} holds no readable {record.NAME}: there is nothing to report", *problems]))
-    return Results(implied(records), records), problems
+    return Results(of or implied(records), records, folders), problems
 
 
 def implied(records: list[Record]) -> Study:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,5 +91,6 @@ class TensorBoard:
 
     def epoch(self, run: Run, row: dict[str, float]) -> None:
         for name, value in row.items():
-            self._writer.add_scalar(name, value, run.epoch)
+            if math.isfinite(value):  # what is not measured in every epoch is NaN in the others
+                self._writer.add_scalar(name, value, run.epoch)
         self._writer.flush()

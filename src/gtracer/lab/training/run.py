@@ -76,6 +76,11 @@ class Run:
         self.trained: Callable[[Any], Tensor] = self.processes.wrapped(self.model)
         self.evaluated: Callable[[Any], Tensor] = self.model
         if isinstance(self.model, Classifier):
+            if config.sharpness is not None and config.kernels != "torch":
+                raise LabError(
+                    f"sharpness = {config.sharpness} differentiates the encoder twice, for which kernels = "
+                    f"{config.kernels!r} are not made: use torch's"
+                )
             if config.kernels == "fused":
                 self.model.fuse_attention()
             if config.kernels != "torch":
@@ -243,6 +248,14 @@ class Run:
         return {f"{part}_r2": r2(given, wanted), f"{part}_rmse": rmse * self.target.deviation}
 
     @torch.no_grad()
+    def tested(self) -> tuple[Tensor, Tensor, Tensor]:
+        """How sure the model is of each test example's class, that class, and the label; on the CPU."""
+        with self.kept():
+            self.processes.as_first(self.model.buffers())
+            sure, predicted = self._outputs(self.test).softmax(1).max(1)
+        return sure.cpu(), predicted.cpu(), self.test.labels.cpu()
+
+    @torch.no_grad()
     def _outputs(self, data: EvaluationData) -> Tensor:
         """The model's outputs for these examples."""
         self.model.eval()
@@ -267,6 +280,8 @@ def _refuse_what_is_not_shared(config: Config) -> None:
     for name in ("curvature", "average"):
         if getattr(config, name) not in (None, "gradient-magnitude"):
             raise LabError(f"{name} = {getattr(config, name)!r} cannot be shared by several processes: run it in one")
+    if config.sharpness is not None:
+        raise LabError(f"sharpness = {config.sharpness} cannot be shared by several processes: run it in one")
     if config.class_weights:
         raise LabError("class_weights = True cannot be shared by several processes: run it in one")
     if config.kernels == "fused":

@@ -57,6 +57,10 @@ class Eager:
             loss = float(run.processes.mean(run.update(inputs, labels, of)))
         except NonFiniteError:
             loss = math.nan
+        except RuntimeError as error:
+            if "without overflow" not in str(error):
+                raise
+            loss = math.nan  # torch refuses a product of hyper-parameters that no 32 bits hold
         run.require_finite(loss)
         if run.average is not None:
             run.average.update()

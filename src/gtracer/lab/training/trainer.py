@@ -13,7 +13,7 @@ from gtracer.lab.data.task import Task
 from gtracer.lab.errors import DivergedError, Interrupted, LabError
 from gtracer.lab.results import provenance
 from gtracer.lab.results.record import NAME, Record
-from gtracer.lab.training import checkpoint, resolution, weights
+from gtracer.lab.training import checkpoint, evaluation, resolution, sharpness, weights
 from gtracer.lab.training.callbacks import Callback
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import joined
@@ -89,9 +89,12 @@ def fit(
     try:
         while run.epoch < run.config.epochs:
             row = yield from _epoch(steps)
+            row |= sharpness.row(run)
             record.add(row, run.seconds)
             record.peak_memory = max(record.peak_memory, provenance.peak_memory(run.device))
             run.seconds = 0.0
+            if record.finished:
+                record.evaluation = evaluation.of(run)
             if model:  # before the checkpoint: a run that is killed in between makes this epoch, and its weights, again
                 run.processes.from_first(lambda: weights.keep(run, record, folder))
             if time.monotonic() - saved >= save_seconds:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gtracer.lab import files
 from gtracer.lab.results import statistics
-from gtracer.lab.results.report import figures, page
+from gtracer.lab.results.report import figures, page, sharpness
 from gtracer.lab.results.report.tables import Table
 from gtracer.lab.sweeps.study import Study
 
@@ -30,8 +30,11 @@ def write(runs: Path, out: Path, tell: Callable[[str], None] = lambda line: None
     for picture in pictures:
         files.write(out / "figures" / f"{picture.name}.png", picture.png)
         files.write(out / "figures" / f"{picture.name}.svg", picture.svg)
+    measured = sharpness.read(runs, tell)
+    if measured is not None:
+        files.write(out / "tables" / "sharpness.md", _bytes(measured.markdown()))
     others = found.given - len(page.records(found))
-    whole = page.render(found, table, pictures, others, problems)
+    whole = page.render(found, table, pictures, others, problems, out, measured)
     files.write(out / "index.html", _bytes(whole))
     return out / "index.html"
 

@@ -15,6 +15,7 @@ from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from gtracer.lab.results.statistics import Estimate, Result, Results
@@ -34,6 +35,11 @@ DASHES: tuple[Any, ...] = (
 )
 MOST_LINES = 8
 SPAN = 1.0  # per cent that an axis of curves covers, at the least
+DECADE = 10  # ratio of two values from which on their axis is logarithmic
+MOST_MATRICES = 4
+NUMBERED = 12  # classes of a matrix that has room for numbers
+BINS = 15  # of calibration, as in the records
+LONGEST_NAME = 14  # of a class, on an axis
 STYLE: dict[str, Any] = {
     "figure.figsize": (6.4, 4.0),
     "figure.constrained_layout.use": True,
@@ -79,6 +85,7 @@ class Drawing:
     caption: str = ""
     series: list[Series] = field(default_factory=list)
     by: str = "both"  # the direction in which the page looks for the nearest point: both, or y alone
+    is_made: bool = False  # without any series
 
     def line(self, name: str, x: Sequence[float], y: Sequence[float], points: list[str], **look: Any) -> None:
         """A line that the page can find again."""
@@ -116,7 +123,7 @@ def pictures(results: Results) -> list[Picture]:
             for index, setting in enumerate(results.study.settings, 1):
                 drawing = _blank(setting)
                 draw(drawing, results)
-                if drawing.series:
+                if drawing.series or drawing.is_made:
                     name = f"{kind}-{index}-{_slug(setting)}".rstrip("-") if len(results.study.settings) > 1 else kind
                     files = drawing.saved("png"), drawing.saved("svg")
                     made.append(Picture(name, heading, setting, drawing.caption, *files, drawing.series, drawing.by))
@@ -127,10 +134,29 @@ def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Resu
     option = varied_option(results)
     if option is not None:
         yield "varied", f"Accuracy against {SYMBOLS.get(option, option)}", partial(_draw_varied, option=option)
-    yield "epochs", "Test accuracy by epoch", partial(_draw_curves, curve="test_accuracy", label="test accuracy, %")
-    label = "memorised, %"
-    yield "memorised", "Memorised by epoch", partial(_draw_curves, curve="memorised", label=label)
+    for name, heading, curve, label in CURVES:
+        yield name, f"{heading} by epoch", partial(_draw_curves, curve=curve, label=label)
+    yield "confusion", "Confusion", _draw_confusion
+    yield "calibration", "Calibration", _draw_calibration
     yield "cost", "Time per epoch", _draw_cost
+
+
+CURVES = (
+    ("epochs", "Test accuracy", "test_accuracy", "test accuracy, %"),
+    ("holdout", "Held-out accuracy", "holdout_accuracy", "held-out accuracy, %"),
+    ("memorised", "Memorised", "memorised", "memorised, %"),
+    ("train-loss", "Training loss", "train_loss", "training loss"),
+    ("test-loss", "Test loss", "test_loss", "test loss"),
+    ("rho", "ρ", "rho", "ρ"),
+    ("trace-ratio", "T", "trace_ratio", "T, trace ratio"),
+)
+ABOUT = {
+    "train_loss": "Loss without penalty, before each step of an epoch",
+    "test_loss": "Cross-entropy on test data",
+    "holdout_accuracy": "Accuracy on held-out data, against labels as they are in training",
+    "rho": "Strength of TRACER's penalty at the end of each epoch",
+    "trace_ratio": "Trace ratio, of which TRACER adds ρ times to the loss",
+}
 
 
 def _blank(setting: str) -> Drawing:
@@ -175,7 +201,7 @@ def _draw_varied(drawing: Drawing, results: Results, option: str) -> None:
 def _scale(axes: Axes, values: list[float]) -> None:
     """A logarithmic axis where the values span a decade."""
     low, high = values[0], values[-1]
-    if low > 0 and high / low >= 10:
+    if low > 0 and high / low >= DECADE:
         axes.set_xscale("log")
         steps = (1.0,) if high / low > 300 else (1.0, 2.0, 5.0)
         axes.xaxis.set_major_locator(LogLocator(subs=steps))
@@ -211,29 +237,144 @@ def _draw_level(drawing: Drawing, name: str, values: list[float], level: Estimat
 def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> None:
     """The mean over seeds by epoch, in a band of its standard error."""
     within = [r for r in results.within(drawing.setting) if any(r.curves.get(curve) for r in _runs(r))]
+    if curve == "rho":  # SAM's is a radius, and stays as it is
+        within = [r for r in within if r.is_tracer]
     chosen = shown(within)
+    in_percent = label.endswith("%")
+    factor, told = (100, _said) if in_percent else (1, _number)
+    in_decades = not in_percent and _spans_decade(
+        [v for r in chosen for x in _runs(r) for v in x.curves.get(curve, [])]
+    )
     for result, look in _looks(chosen, results):
         runs = [r.curves[curve] for r in _runs(result) if r.curves.get(curve)]
-        means = [Estimate.of([100 * share for share in shares]) for shares in zip(*runs, strict=False)]
-        epochs = [(epoch, e) for epoch, e in enumerate(means, 1) if math.isfinite(e.mean)]
+        means = [Estimate.of([factor * share for share in shares]) for shares in zip(*runs, strict=False)]
+        epochs = [
+            (epoch, e) for epoch, e in enumerate(means, 1) if math.isfinite(e.mean) and (e.mean or not in_decades)
+        ]
         if not epochs:
             continue
         x, y = [epoch for epoch, _ in epochs], [e.mean for _, e in epochs]
-        points = [f"epoch {epoch}: {_said(e)}" for epoch, e in epochs]
+        points = [f"epoch {epoch}: {told(e)}" for epoch, e in epochs]
         name = result.point.label if result.finished else f"{result.point.label} ({result.state})"
         drawing.line(name, x, y, points, marker="o" if len(x) == 1 else None, **look)
         spread = [e.error or 0.0 for _, e in epochs]
         if any(spread):
-            low, high = ([m + sign * s for m, s in zip(y, spread, strict=True)] for sign in (-1, 1))
-            drawing.axes.fill_between(x, low, high, color=look["color"], alpha=0.16, linewidth=0)
+            below, above = ([m + sign * s for m, s in zip(y, spread, strict=True)] for sign in (-1, 1))
+            if in_decades:  # where there is no room for less than nothing
+                below = [max(m - s, m / DECADE) for m, s in zip(y, spread, strict=True)]
+            drawing.axes.fill_between(x, below, above, color=look["color"], alpha=0.16, linewidth=0)
     drawing.axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    bottom, top = drawing.axes.get_ylim()
-    if top - bottom < SPAN:  # a difference that nobody could measure is not to look like one
-        drawing.axes.set_ylim((bottom + top - SPAN) / 2, (bottom + top + SPAN) / 2)
+    if in_percent:
+        bottom, top = drawing.axes.get_ylim()
+        if top - bottom < SPAN:  # a difference that nobody could measure is not to look like one
+            bottom, top = (bottom + top - SPAN) / 2, (bottom + top + SPAN) / 2
+        drawing.axes.set_ylim(bottom, min(top, 100 + SPAN / 2))
+    else:
+        drawing.axes.set_yscale("log" if in_decades else "linear")
+        drawing.axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        drawing.axes.yaxis.set_minor_formatter(NullFormatter())
     drawing.axes.set(xlabel="epoch", ylabel=label)
-    drawing.caption = f"{_capital(label.removesuffix(', %'))}: mean over seeds, in a band of ± standard error."
+    several = any(len(_runs(result)) > 1 for result in chosen)
+    of = "mean over seeds, in a band of ± standard error" if several else "one run each"
+    drawing.caption = f"{ABOUT.get(curve, _capital(label.removesuffix(', %')))}: {of}."
     _finish(drawing, within, chosen)
     _legend(drawing)
+
+
+def _spans_decade(values: list[float]) -> bool:
+    """Whether an axis for these is to be logarithmic; zeros, such as of a ρ that has not begun, are then left out."""
+    there = [value for value in values if value > 0]
+    return bool(there) and min(values) >= 0 and max(there) / min(there) >= DECADE
+
+
+def _draw_confusion(drawing: Drawing, results: Results) -> None:
+    """A matrix for each method: the share of each class that was taken for another, over all finished runs."""
+    found = {id(r): _summed(r) for r in results.within(drawing.setting)}
+    within = [r for r in results.within(drawing.setting) if found[id(r)] is not None]
+    chosen = sorted(shown(within), key=_height, reverse=True)[:MOST_MATRICES]
+    if not chosen:
+        return
+    figure, columns = drawing.figure, min(2, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    figure.clear()
+    figure.suptitle(_plain(drawing.setting, 80), x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
+    for place, result in enumerate(chosen):
+        axes = figure.add_subplot(rows, columns, place + 1)
+        names, counts = found[id(result)] or ([], [])
+        _draw_matrix(axes, [_plain(name, LONGEST_NAME) for name in names], counts)
+        axes.set_title(_plain(result.point.label, 40))
+        axes.set(xlabel="predicted", ylabel="label" if place % columns == 0 else "")
+    figure.set_figheight(0.5 + rows * (3.5 if columns == 2 else 5.6))
+    drawing.is_made = True
+    drawing.caption = "Each label's test examples by the class that the last epoch's model gives them, in %; all runs."
+    if len(chosen) < len(results.within(drawing.setting)):
+        drawing.caption += f" Of {len(results.within(drawing.setting))} variants, the best {len(chosen)} by accuracy."
+
+
+def _summed(result: Result) -> tuple[list[str], list[list[int]]] | None:
+    """The matrices of a method's runs, added up; none where they have none, or one of other classes."""
+    told = [r.evaluation for r in result.finished if r.evaluation.get("confusion")]
+    if not told or any(each.get("classes") != told[0].get("classes") for each in told):
+        return None
+    names = told[0].get("classes") or []
+    if any(len(each["confusion"]) != len(names) or {*map(len, each["confusion"])} != {len(names)} for each in told):
+        return None
+    rows = zip(*(each["confusion"] for each in told), strict=True)
+    return names, [[sum(cells) for cells in zip(*row, strict=True)] for row in rows]
+
+
+def _draw_matrix(axes: Axes, names: list[str], counts: list[list[int]]) -> None:
+    """As cells of one ink, the darker the more; in numbers where there is room."""
+    shares = [[n / max(1, sum(row)) for n in row] for row in counts]
+    size = len(names)
+    axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), aspect="equal")
+    axes.grid(visible=False)
+    for row, line in enumerate(shares):
+        for column, share in enumerate(line):
+            if counts[row][column]:
+                ink = COLOURS[0] if row == column else COLOURS[1]
+                axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color=ink, alpha=0.08 + 0.62 * share, lw=0))
+                if size <= NUMBERED:
+                    text = f"{100 * share:.0f}" if share >= 0.005 else "<1"
+                    axes.text(column, row, text, ha="center", va="center", fontsize=8 if size > 6 else 9)
+    turned = 90 if max(map(len, names)) > 2 else 0
+    axes.set_xticks(range(size), names, rotation=turned, fontsize=8)
+    axes.set_yticks(range(size), names, fontsize=8)
+    axes.tick_params(length=0)
+
+
+def _draw_calibration(drawing: Drawing, results: Results) -> None:
+    """How often a prediction is right against how sure the model was of it."""
+    within = [r for r in results.within(drawing.setting) if any(x.evaluation.get("bins") for x in r.finished)]
+    chosen = shown(within)
+    if not chosen:
+        return
+    drawing.axes.plot([0, 100], [0, 100], color=INK, alpha=0.35, linewidth=1, linestyle=DASHES[2])
+    for result, look in _looks(chosen, results):
+        bins = _pooled([bins for r in result.finished for bins in r.evaluation.get("bins", [])])
+        total = sum(n for n, _, _ in bins)
+        error = sum(n * abs(right - sure) for n, sure, right in bins) / total
+        name = f"{result.point.label}: error {100 * error:.1f} %"
+        points = [f"{100 * sure:.0f} % sure: {100 * right:.1f} % right of {n:g}" for n, sure, right in bins]
+        x, y = [100 * sure for _, sure, _ in bins], [100 * right for _, _, right in bins]
+        drawing.line(name, x, y, points, marker="o", **look)
+    drawing.axes.set(xlabel="how sure the model is, %", ylabel="right, %", xlim=(-2, 102), ylim=(-2, 102))
+    drawing.caption = (
+        "Predictions for the test data, in bins by how probable the last epoch's model finds them; all runs. On the "
+        "dotted line it is as often right as it is sure. Error: the mean distance from it (expected calibration error)."
+    )
+    _finish(drawing, within, chosen)
+    _legend(drawing)
+
+
+def _pooled(bins: list[list[float]]) -> list[tuple[float, float, float]]:
+    """Those of several runs in one, from the least sure to the surest."""
+    made: dict[int, tuple[float, float, float]] = {}
+    for n, sure, right in bins:
+        place = min(BINS - 1, int(sure * BINS))
+        total, sures, rights = made.get(place, (0.0, 0.0, 0.0))
+        made[place] = (total + n, sures + n * sure, rights + n * right)
+    return [(n, sures / n, rights / n) for _, (n, sures, rights) in sorted(made.items()) if n]
 
 
 def _draw_cost(drawing: Drawing, results: Results) -> None:
@@ -251,7 +392,7 @@ def _draw_cost(drawing: Drawing, results: Results) -> None:
     drawing.axes.grid(visible=False, axis="y")
     drawing.axes.spines["left"].set_visible(False)
     drawing.axes.tick_params(axis="y", length=0)
-    drawing.axes.set_xmargin(0.16)
+    drawing.axes.set_xmargin(0.3)
     drawing.axes.set(xlabel="seconds per epoch")
     drawing.figure.set_figheight(1.1 + 0.42 * max(1, len(chosen)))
     drawing.by = "y"
@@ -317,6 +458,12 @@ def _legend(drawing: Drawing) -> None:
 
 def _said(estimate: Estimate) -> str:
     return f"{estimate} %"
+
+
+def _number(estimate: Estimate) -> str:
+    """Of a loss, ρ or T, which may be of any size."""
+    error = "" if estimate.error is None else f" ± {estimate.error:.2g}"
+    return f"{estimate.mean:.3g}{error}"
 
 
 def _plain(text: str, most: int) -> str:

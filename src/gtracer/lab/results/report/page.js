@@ -32,6 +32,16 @@ function filter(text) {
 
 document.getElementById("filter").addEventListener("input", (event) => filter(event.target.value));
 
+// A cue where a table is wider than the page.
+function cue() {
+  for (const area of document.querySelectorAll(".scroll")) {
+    area.previousElementSibling.hidden = area.scrollWidth <= area.clientWidth + 1;
+  }
+}
+
+new ResizeObserver(cue).observe(document.querySelector("main"));
+for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", cue);
+
 // The charts: the point nearest to the mouse is marked, and a tip says which it is.
 const tip = document.getElementById("tip");
 const REACH = 60; // as far as the mouse may be from a point, in the drawing's units
@@ -84,4 +94,4 @@ function follow(figure, chart) {
 }
 
 const charts = JSON.parse(document.getElementById("charts").textContent);
-for (const [id, chart] of Object.entries(charts)) follow(document.getElementById(id), chart);
+for (const [id, chart] of Object.entries(charts)) if (chart.series.length) follow(document.getElementById(id), chart);

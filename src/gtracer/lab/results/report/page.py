@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from gtracer.lab.results.record import Record
+from gtracer.lab import files
+from gtracer.lab.results.record import NAME, Record
+from gtracer.lab.results.report import verdict
+from gtracer.lab.results.report.configuration import configuration
 from gtracer.lab.results.report.figures import Picture
+from gtracer.lab.results.report.sharpness import Measured
 from gtracer.lab.results.report.svg import inlined
 from gtracer.lab.results.report.tables import NONE, Table
 from gtracer.lab.results.statistics import Results
 
 HERE = Path(__file__).parent
+CONFUSED = 8  # pairs of classes
 
 
-def render(results: Results, table: Table, pictures: list[Picture], others: int, problems: list[str]) -> str:
-    """The page as HTML. Every string of a study or a record goes through Jinja's escaping."""
+def render(
+    results: Results,
+    table: Table,
+    pictures: list[Picture],
+    others: int,
+    problems: list[str],
+    out: Path,
+    measured: Measured | None = None,
+) -> str:
+    """The page as HTML, for the folder `out`. Every string of a study or a record goes through Jinja's escaping."""
     environment = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -32,15 +47,25 @@ def render(results: Results, table: Table, pictures: list[Picture], others: int,
     return environment.get_template("page.html").render(
         study=results.study,
         facts=_facts(results),
-        columns=table.columns,
+        verdict=verdict.sentences(results),
+        cautions=verdict.cautions(results),
+        confused=_confused(results),
+        configuration=configuration(results),
+        runs=_runs(results, out),
+        columns=table.on_page,
         rows=[
-            [(column, column.text(row) or NONE, column.value(row)) for column in table.columns] for row in table.rows
+            [
+                (column, column.text(row) or NONE, column.value(row), table.is_best(row, column))
+                for column in table.on_page
+            ]
+            for row in table.rows
         ],
-        notes=table.notes,
+        notes=table.notes(table.on_page),
         sections=_sections(figures, several=len(results.study.settings) > 1),
         charts={name: _chart(name, picture) for name, picture in figures.items()},
         provenance=_provenance(results, others),
         problems=problems,
+        measured=measured,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup(script),
         # The browser runs this script and no other, whatever a label may hold.
@@ -83,6 +108,60 @@ def _chart(name: str, picture: Picture) -> dict[str, Any]:
 def records(results: Results) -> list[Record]:
     """The study's records, each once, although two of its cells may share one."""
     return list({id(record): record for result in results.all for record in result.records}.values())
+
+
+def _confused(results: Results) -> list[tuple[str, str]]:
+    """Where there are too many classes for matrices: what was taken for what most often, over a method's runs."""
+    told = []
+    for result in results.all:
+        counts: Counter[tuple[str, str]] = Counter()
+        for record in result.finished:
+            told_of = record.evaluation.get("confused", [])
+            counts.update({(str(a), str(b)): n for a, b, n in told_of if isinstance(n, int)})
+        if counts:
+            where = f"{result.point.setting}: " if len(results.study.settings) > 1 else ""
+            pairs = (f"{label} for {taken} ({n})" for (taken, label), n in counts.most_common(CONFUSED))
+            told.append((where + result.point.label, ", ".join(pairs)))
+    return told
+
+
+PAGES = {"label errors": "label-errors/label-errors.html", "confusion": "evaluation/confusion.png"}
+
+
+def _runs(results: Results, out: Path) -> list[dict[str, Any]]:
+    """Every run there is: what it was, what came out, and where it lies."""
+    made = []
+    for result in results.all:
+        for record in result.records:
+            folder = results.folders.get(record.config.identity)
+            accuracy = record.curves.get("test_accuracy")
+            state = "diverged" if record.failure is not None else "" if record.finished else "unfinished"
+            made.append(
+                {
+                    "setting": result.point.setting,
+                    "method": result.point.label,
+                    "seed": record.config.seed,
+                    "accuracy": f"{100 * accuracy[-1]:.1f}" if accuracy else NONE,
+                    "state": state or f"{record.epochs} epochs",
+                    "name": "" if folder is None else folder.name,
+                    "links": [] if folder is None else _links(folder, out),
+                }
+            )
+    return made
+
+
+def _links(folder: Path, out: Path) -> list[tuple[str, str]]:
+    """What there is of a run, by what it is called; nothing of one in an archive."""
+    places = {"record": NAME} | PAGES
+    return [(what, _href(folder / path, out)) for what, path in places.items() if files.exists(folder / path)]
+
+
+def _href(path: Path, out: Path) -> str:
+    """As seen from the page."""
+    try:
+        return quote(Path(os.path.relpath(path, out)).as_posix())
+    except ValueError:  # on another drive
+        return path.resolve().as_uri()
 
 
 def _provenance(results: Results, others: int) -> list[tuple[str, list[str]]]:

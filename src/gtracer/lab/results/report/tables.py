@@ -24,6 +24,7 @@ class Row:
     method: str
     n: int
     last: Estimate | None
+    chosen: Estimate | None
     best: Estimate | None
     paper: Estimate | None
     comparison: Comparison | None
@@ -40,6 +41,7 @@ class Row:
             method=result.point.label,
             n=len(result.finished),
             last=result.accuracy,
+            chosen=result.estimate(list(result.chosen().values())),
             best=result.estimate(result.best()),
             paper=None if result.paper is None else Estimate(*result.paper, n=0),
             comparison=among.comparison(result),
@@ -60,6 +62,8 @@ class Column:
     value: Callable[[Row], float | str | None]
     numeric: bool = True
     note: str = ""
+    best: Callable[[list[float]], float] | None = None  # of a setting's values
+    on_page: bool = True
 
 
 COLUMNS = (
@@ -71,6 +75,7 @@ COLUMNS = (
         lambda row: _estimate(row.last) or row.state or NONE,
         lambda row: _mean(row.last),
         note="Last epoch: accuracy on the test set, mean ± standard error over the n runs; no error of a single one.",
+        best=max,
     ),
     Column(
         "Deviation",
@@ -79,10 +84,18 @@ COLUMNS = (
         note="Deviation: the standard deviation over the n runs, in points.",
     ),
     Column(
+        "By held-out, %",
+        lambda row: _estimate(row.chosen),
+        lambda row: _mean(row.chosen),
+        note="By held-out: the same at each run's best epoch on held-out data, which is the model to use.",
+        best=max,
+    ),
+    Column(
         "Best epoch, %",
         lambda row: _estimate(row.best),
         lambda row: _mean(row.best),
         note="Best epoch: each run's best on the test set itself, so it flatters; the last epoch is the result.",
+        best=max,
     ),
     Column("Paper, %", lambda row: _estimate(row.paper), lambda row: _mean(row.paper)),
     Column(
@@ -98,6 +111,7 @@ COLUMNS = (
         lambda row: _mean(row.memorised),
         note="Memorised: share of the mislabelled training examples (of the first 5,000, in runs "
         "with more) that are given back with the wrong label, at the last epoch.",
+        best=min,
     ),
     Column(
         "Seconds per epoch",
@@ -118,6 +132,7 @@ COLUMNS = (
         lambda row: row.resolved or None,
         numeric=False,
         note="As run: what the optimiser had at the start, also where the study leaves it open.",
+        on_page=False,  # there its configuration says so
     ),
     Column("Note", lambda row: _note(row) or "", lambda row: _note(row), numeric=False),
 )
@@ -131,25 +146,46 @@ class Table:
         self.rows = [Row.of(result, results) for result in results.all]
         silent = {"Setting"} if len(results.study.settings) == 1 else set()
         self.columns = [c for c in COLUMNS if c.heading not in silent and any(c.text(row) for row in self.rows)]
+        self._best = {column.heading: _best(column, self.rows) for column in self.columns}
 
     @property
-    def notes(self) -> list[str]:
-        return [column.note for column in self.columns if column.note]
+    def on_page(self) -> list[Column]:
+        return [column for column in self.columns if column.on_page]
 
-    def _lines(self) -> list[list[str]]:
-        return [[column.text(row) or NONE for column in self.columns] for row in self.rows]
+    def notes(self, columns: list[Column]) -> list[str]:
+        bold = (
+            ["Bold: the best mean of its setting, and those that print the same."] if any(self._best.values()) else []
+        )
+        return [*(column.note for column in columns if column.note), *bold]
+
+    def is_best(self, row: Row, column: Column) -> bool:
+        """Whether no other row of the setting has a better mean, as it is printed."""
+        value = column.value(row)
+        return isinstance(value, float) and self._best[column.heading].get(row.setting) == _points(value)
+
+    def _lines(self, escaped: Callable[[str], str], bold: str) -> list[list[str]]:
+        """The cells as text, the best of them within `bold`."""
+        return [
+            [
+                bold % escaped(text) if self.is_best(row, column) else escaped(text)
+                for column in self.columns
+                for text in [column.text(row) or NONE]
+            ]
+            for row in self.rows
+        ]
 
     def markdown(self) -> str:
         rule = ["---:" if column.numeric else "---" for column in self.columns]
-        body = [[_markdown(text) for text in line] for line in [[c.heading for c in self.columns], *self._lines()]]
-        table = [f"| {' | '.join(line)} |" for line in [body[0], rule, *body[1:]]]
+        headings = [_markdown(column.heading) for column in self.columns]
+        table = [f"| {' | '.join(line)} |" for line in [headings, rule, *self._lines(_markdown, "**%s**")]]
         title = [f"**{_markdown(self.title)}**", ""] if self.title else []
-        return "\n".join([*title, *table, "", *(f"- {_markdown(note)}" for note in self.notes)]) + "\n"
+        return "\n".join([*title, *table, "", *(f"- {_markdown(note)}" for note in self.notes(self.columns))]) + "\n"
 
     def latex(self) -> str:
         """A tabular that needs no package."""
         kinds = "".join("r" if column.numeric else "l" for column in self.columns)
-        lines = [" & ".join(map(_latex, line)) + r" \\" for line in [[c.heading for c in self.columns], *self._lines()]]
+        headings = [_latex(column.heading) for column in self.columns]
+        lines = [" & ".join(line) + r" \\" for line in [headings, *self._lines(_latex, r"\textbf{%s}")]]
         rule = r"\hline"
         parts = [rf"\begin{{tabular}}{{{kinds}}}", rule, lines[0], rule, *lines[1:], rule, r"\end{tabular}"]
         return "\n".join(parts) + "\n"
@@ -164,6 +200,19 @@ class Table:
         return out.getvalue()
 
 
+def _best(column: Column, rows: list[Row]) -> dict[str, str]:
+    """Of each setting whose values differ as they are printed, the best."""
+    if column.best is None:
+        return {}
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if isinstance(value := column.value(row), float):
+            values.setdefault(row.setting, []).append(value)
+    return {
+        setting: _points(column.best(found)) for setting, found in values.items() if len({*map(_points, found)}) > 1
+    }
+
+
 CSV: dict[str, Callable[[Row], float | str | None]] = {
     "setting": lambda row: row.setting,
     "method": lambda row: row.method,
@@ -171,6 +220,8 @@ CSV: dict[str, Callable[[Row], float | str | None]] = {
     "last": lambda row: _mean(row.last),
     "last_error": lambda row: _error(row.last),
     "last_deviation": lambda row: _deviation(row.last),
+    "by_held_out": lambda row: _mean(row.chosen),
+    "by_held_out_error": lambda row: _error(row.chosen),
     "best": lambda row: _mean(row.best),
     "best_error": lambda row: _error(row.best),
     "paper": lambda row: _mean(row.paper),

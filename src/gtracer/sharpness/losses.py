@@ -1,0 +1,83 @@
+"""What the sharpness is of: a loss, and where Gauss-Newton or accuracy are wanted, a loss in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class SplitLoss:
+    """A loss whose model and whose last part can be told apart, as the Gauss-Newton matrix wants it.
+
+    >>> loss_of = SplitLoss(lambda batch: 2 * batch, lambda outputs, batch: (outputs - batch).square().mean())
+    >>> loss_of(torch.tensor([1.0, 3.0]))
+    tensor(5.)
+
+    Attributes:
+        outputs_of: The model's outputs for a batch, a tensor with an example in each row.
+        loss_on: The mean loss of these outputs over the batch's examples.
+        correct_on: Which examples these outputs get right: accuracies and the PAC-Bayes bound are made of it.
+    """
+
+    outputs_of: Callable[[Any], Tensor]
+    loss_on: Callable[[Tensor, Any], Tensor]
+    correct_on: Callable[[Tensor, Any], Tensor] | None = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """The loss, for an optimiser too."""
+        return self.loss_on(self.outputs_of(batch), batch)
+
+
+def classification(model: nn.Module) -> SplitLoss:
+    """The cross-entropy of batches of inputs and class labels, wherever they lie."""
+
+    def to_model(x: Any) -> Any:
+        home = next(model.parameters()).device
+        return x.to(home) if isinstance(x, Tensor) and x.device != home else x
+
+    def outputs_of(batch: Any) -> Tensor:
+        found = model(to_model(batch[0]))
+        outputs: Tensor = getattr(found, "logits", found)  # Hugging Face's
+        return outputs
+
+    def loss_on(outputs: Tensor, batch: Any) -> Tensor:
+        # In float32 at least: under autocast the outputs are not.
+        return cross_entropy(outputs.to(torch.promote_types(outputs.dtype, torch.float32)), to_model(batch[1]))
+
+    def correct_on(outputs: Tensor, batch: Any) -> Tensor:
+        right: Tensor = outputs.argmax(1) == to_model(batch[1])
+        return right
+
+    return SplitLoss(outputs_of, loss_on, correct_on)
+
+
+def examples_in(batch: Any) -> int:
+    """How many examples a batch holds: the length on which all of its tensors agree.
+
+    >>> examples_in({"x": torch.zeros(3, 2), "y": [torch.zeros(3)]})
+    3
+    """
+    lengths = set(_lengths(batch))
+    if len(lengths) != 1:
+        told = f"tensors of {len(lengths)} lengths ({sorted(lengths)})" if lengths else "no tensor"
+        raise ValueError(
+            f"batches must tell how many examples they hold, a {type(batch).__name__} has {told}: pass examples_of=, a "
+            "function of a batch that gives the number"
+        )
+    return lengths.pop()
+
+
+def _lengths(batch: Any) -> list[int]:
+    shape = getattr(batch, "shape", None)
+    if shape is not None:
+        return [int(shape[0])] if len(shape) else []
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ()
+    return [length for part in inside for length in _lengths(part)]
