@@ -15,8 +15,23 @@ from torch.nn.functional import cross_entropy
 import gtracer
 from gtracer import cli
 from gtracer.lab.sweeps import study
+from support.encoders import tiny_bert
 from support.places import ROOT
 
+DATA = """
+import torch
+from torch.utils.data import TensorDataset
+
+def signals():
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, (x[:, 0] > 0).long())
+"""
+NET = """
+from torch import nn
+
+def net(shape, classes):
+    return nn.Sequential(nn.Linear(shape[0], 8), nn.Tanh(), nn.Linear(8, classes))
+"""
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -92,7 +107,7 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
 
 
 def own_data(folder):
-    """Images in class folders, new ones without, and a table."""
+    """Images in class folders, new ones without, tables, texts with an encoder, functions."""
     draws = numpy.random.default_rng(0)
     for number in range(24):
         inner = folder / ("new-photos" if number < 2 else f"photos/{('cat', 'dog')[number % 2]}")
@@ -100,6 +115,15 @@ def own_data(folder):
         Image.fromarray(draws.integers(0, 256, (20, 30, 3), dtype=numpy.uint8)).save(inner / f"{number}.png")
     rows = [f"{draws.integers(18, 80)},person {i},{('Ulm', 'Bonn')[i % 2]}" for i in range(40)]
     (folder / "people.csv").write_text("\n".join(["age,name,town", *rows]))
+    sizes = draws.normal(100, 20, 60).round(1)
+    (folder / "houses.csv").write_text("\n".join(["size,price", *(f"{size},{1000 * size + 0.5}" for size in sizes)]))
+    (folder / "new-houses.csv").write_text("size\n95.5\n")
+    texts = [f"{('good', 'bad')[i % 2]} film,{('yes', 'no')[i % 2]}" for i in range(40)]
+    (folder / "films.csv").write_text("\n".join(["text,label", *texts]))
+    (folder / "new-films.jsonl").write_text('{"text": "good film"}\n')
+    tiny_bert(folder / "my-bert")
+    (folder / "mydata.py").write_text(DATA)
+    (folder / "mynet.py").write_text(NET)
 
 
 def test_the_example_of_a_study_is_one(tmp_path):

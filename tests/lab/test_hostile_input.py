@@ -366,12 +366,12 @@ def test_studies(tmp_path, capsys):
 
 
 def test_rows_of_tables(tmp_path, capsys):
-    """What a table cannot hold: more than 32 bits do, other rows inside, halves of a character."""
+    """What a table cannot hold: more than 1e100, other rows inside, halves of a character."""
     pairs = ('{"a": 1, "label": "p"}\n{"a": 2, "label": "q"}\n', "1,p\n2,q\n")
     contents = {
         **{
             f"{n}.csv": "a,label\n" + pairs[1] * 3 + f"{cell},p\n"
-            for n, cell in enumerate(("inf", "-Infinity", "1e39", "1e400"))
+            for n, cell in enumerate(("inf", "-Infinity", "1e140", "1e400"))
         },
         **{
             f"{n}.jsonl": pairs[0] * 3 + f'{{"a": {cell}, "label": "p"}}\n'
@@ -411,7 +411,6 @@ FAILING = {
     "shapes": "import torch\ndef f(): return [(torch.zeros(i % 3 + 1), i % 2) for i in range(9)],",
     "scalars": "import torch\ndef f(): return [(torch.zeros(()), i % 2) for i in range(9)],",
     "nothing": "import torch\ndef f(): return [(torch.zeros(0), i % 2) for i in range(9)],",
-    "bools": "import torch\ndef f(): return [(torch.zeros(3) > 0, i % 2) for i in range(9)],",
 }
 
 
@@ -419,7 +418,7 @@ def test_data_sets_from_python(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, code in FAILING.items():
         (tmp_path / f"hostile_{name}.py").write_text(code)
-    all_refused((["train", "--task", f"hostile_{name}:f", "--out", "o"] for name in FAILING), capsys, 10)
+    all_refused((["train", "--task", f"hostile_{name}:f", "--out", "o"] for name in FAILING), capsys, 9)
     answers = [refusal(["train", "--task", "hostile_raises:f"], capsys, "ValueError: x y (")]  # and where that was
     assert answers == [None]
 

@@ -37,6 +37,8 @@ PLAIN = {"adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd"}
 PLAIN |= {"muon", "nadam", "radam", "rmsprop", "rprop", "sgd"}
 Schedule = Annotated[str, one_of("cosine", "linear", "constant")]
 Precision = Annotated[str, one_of("fp32", "bf16")]
+CLASSES, REAL = ("cross-entropy",), ("mse", "huber")  # losses
+Loss = Annotated[str, one_of(*CLASSES, *REAL)]
 Init = Annotated[str, one_of("own", "torch")]
 Kernels = Annotated[str, one_of("torch", "compiled", "fused")]
 Engine = Annotated[str, one_of("finite-difference", "exact")]
@@ -100,6 +102,9 @@ class Config:
     init: Init = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones")
     optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; followed by -tracer, -sam or -asam")
     lr: Positive = option(0.02, "learning rate")
+    loss: Loss | None = option(
+        None, "cross-entropy, for classes; mse or huber, for real numbers (default: by whether labels have a fraction)"
+    )
     label_smoothing: ShareBelowOne = option(0.0, "share of each label that is spread over all classes")
     class_weights: Flag = option(False, "weigh each class in the loss by how rare it is")
     momentum: ShareBelowOne = option(0.9, "of SGD, and of others that have one")
@@ -132,6 +137,9 @@ class Config:
     second_moment: SecondMoment | None = option(None, "what feeds Adam-TRACER's: total (∇[L + ρT]) or loss (∇L alone)")
     scale_free: Flag = option(False, "TRACER: measure weights before batch norm by their direction")
     rho_warmup: Share = option(0.0, "share of the steps over which ρ rises to its value")
+    ema: ShareBelowOne = option(
+        0.0, "decay of an average of the weights, which is evaluated and kept instead of the last ones (0: none)"
+    )
     epochs: Count = option(100, "passes over the training data")
     batch_size: Count = option(128, "examples a step")
     schedule: Schedule = option("cosine", "of the learning rate")
@@ -221,6 +229,12 @@ def _validator() -> Any:
 def numeric() -> frozenset[str]:
     """The options that take a number with a fraction."""
     return frozenset(name for name in OPTIONS if _takes(name, 0.5))
+
+
+@cache
+def whole() -> frozenset[str]:
+    """The options that take a whole number."""
+    return frozenset(name for name in OPTIONS if _takes(name, 5) and not _takes(name, 0.5) and not _takes(name, "5"))
 
 
 def _takes(name: str, value: Any) -> bool:

@@ -6,6 +6,7 @@ import difflib
 import reprlib
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -56,10 +57,13 @@ def one_line(text: object) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 
-def located(error: Exception) -> str:
-    """An error of the user's own code in one line, with the line of code that raised it."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {one_line(error)} ({place.filename}, line {place.lineno})"
+def raised(error: Exception) -> str:
+    """What somebody else's code raised, and where: a line for the message, since no traceback is shown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not {"site-packages", "gtracer"} & {*Path(frame.filename).parts}] or frames
+    where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+    told = one_line(error)
+    return f"{type(error).__name__}{': ' * bool(told)}{told}{where}"
 
 
 class _Short(reprlib.Repr):

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab.benchmarks import estimators, measurement, optimizers, scaling, throughput
+from gtracer.lab.benchmarks import estimators, loading, measurement, optimizers, scaling, throughput
+from gtracer.lab.data.pictures import IMAGENET, Pictures
 from gtracer.lab.errors import LabError
 from gtracer.lab.models.transformer import Transformer
 from support.problems import relative_error
@@ -201,3 +202,19 @@ def test_sizes_as_cuda_graphs_stand_in_a_column_of_their_own():
     shown = {str(column.header): list(column.cells) for column in table.columns}
     assert shown["ratio"] == ["3.00"]
     assert shown["as CUDA graphs"] == ["2.00"]
+
+
+def test_loading_reads_every_image_once_in_both_ways(tmp_path, capsys, monkeypatch):
+    """And the two give the same batches."""
+    monkeypatch.setattr(loading, "SIDE", 16)
+    given = loading.loading(batch_size=8, rounds=2, device="cpu", out=tmp_path / "l.json", console=Console(), images=20)
+    assert {name: len(times["of_cores"]) for name, times in given["ways"].items()} == {
+        "a plain DataLoader": 2,
+        "gtracer train": 2,
+    }
+    assert json.loads((tmp_path / "l.json").read_text())["images"] == 20
+    assert "20 JPEGs of 16 × 16" in capsys.readouterr().out
+    paths = loading._make_up(tmp_path, 3)
+    ours = Pictures((16, 16), *IMAGENET)
+    for place, plain in enumerate(loading.Plain(paths)[i] for i in range(3)):
+        torch.testing.assert_close(ours(paths[place]), plain)

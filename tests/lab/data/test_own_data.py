@@ -84,6 +84,7 @@ class TestImages:
         assert task.notes == (
             f"{tmp_path / 'photos'}: images in 3 classes, RGB, scaled and cut to 10 × 10, "
             "normalised by the training images' mean and deviation, kept in memory",
+            "labels are taken as they are, and may be wrong: results are against them",
         )
 
     def test_an_image_is_its_pixels(self, tmp_path):
@@ -169,14 +170,17 @@ class TestTables:
         standard = make_pipeline(SimpleImputer(strategy="median", add_indicator=True), StandardScaler())
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         twin = ColumnTransformer([("n", standard, ["age", "income"]), ("c", one_hot, ["town"])])
-        wanted = frame.astype({"age": "float32", "income": "float32"}).assign(town=frame["town"].fillna(""))
+        wanted = frame.assign(town=frame["town"].fillna(""))
         expected = torch.tensor(twin.fit(wanted.iloc[rows]).transform(wanted.iloc[rows])).float()
         torch.testing.assert_close(task.train.inputs, expected)
         tested = [int(name.split()[-1]) - 1 for name in task.test.ids]
         torch.testing.assert_close(task.test.inputs, torch.tensor(twin.transform(wanted.iloc[tested])).float())
         assert [task.names[y] for y in task.test.labels.tolist()] == frame["label"].iloc[tested].tolist()
         assert any("column 'planet' has one value alone and is left out" in note for note in task.notes)
-        assert any("column 'name' has other words in each row and is left out" in note for note in task.notes)
+        assert any(
+            "column 'name' has other words in each row (texts: --text-columns) and is left out" in note
+            for note in task.notes
+        )
         assert "2 columns of numbers and 1 of categories" in task.notes[0]
 
     def test_from_a_table_to_predictions(self, tmp_path, monkeypatch, capsys):
@@ -289,7 +293,7 @@ def a_class_to_test_alone(folder):
 
 
 def many_classes(folder):
-    frame = pandas.DataFrame({"x": numpy.arange(400_000.0), "label": numpy.arange(400_000) // 4})
+    frame = pandas.DataFrame({"x": numpy.arange(400_000) / 2, "label": numpy.arange(400_000) // 4})
     frame.to_csv(folder / "d.csv", index=False)
     return ["--task", "d.csv"]
 
@@ -315,8 +319,15 @@ def table(change, *words):
         (table(lambda f: f.rename(columns={"label": "y"})), "d.csv has no column 'label': name one of"),
         (table(lambda f: f, "--drop", "agee"), "d.csv has no column 'agee': name one of"),
         (table(lambda f: f.assign(label="same")), "d.csv has 1 classes in column 'label'"),
-        (table(lambda f: f.assign(label=f["age"] / 7)), "column 'label' holds real numbers, such as"),
-        (table(lambda f: f.assign(label=[*f["label"][:-1], None])), "1 rows have no label, such as row 200"),
+        (
+            table(lambda f: f.assign(label=f["age"]), "--loss", "mse", "--label-noise", "0.1"),
+            "label_noise = 0.1 is for",
+        ),
+        (table(lambda f: f, "--loss", "huber"), "d.csv: column 'label', row 1: '"),
+        (
+            table(lambda f: f.assign(label=[*f["label"][:-1], None])),
+            "1 rows have no label (nothing, NA, None and the like), such as row 200",
+        ),
         (table(lambda f: f.assign(label=["new", *f["label"][:-1]])), "d.csv: class 'new' has one example"),
         (table(lambda f: f.assign(age=[numpy.inf, *f["age"][1:]])), "column 'age' holds infinity"),
         (table(lambda f: f[:0]), "d.csv is empty: it has no row with a label"),

@@ -17,7 +17,8 @@ from gtracer import cli
 from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.task import Found
-from gtracer.lab.errors import Interrupted
+from gtracer.lab.errors import Interrupted, LabError
+from gtracer.lab.inference import export
 from gtracer.lab.inference.trained import load
 from gtracer.lab.models import saved
 from gtracer.lab.results.record import Record
@@ -274,7 +275,7 @@ def no_labels(folder):
         (another_head, "model.safetensors is of another model: 'size mismatch for 7.weight"),
         (no_weights, "run holds no model.safetensors yet: go on with gtracer train --resume run"),
         (a_damaged_description, "model.json is damaged (there is no model; there is no classes"),
-        (no_labels, "1.png has no labels to compare with: use gtracer predict"),
+        (no_labels, "1.png has no labels to compare with, or not for every example: use gtracer predict"),
         (lambda _: ["predict", "run", "none"], "cannot read none: there is no such file or folder"),
         (lambda _: ["predict", "elsewhere", "none"], "elsewhere holds no model.json: gtracer train leaves one"),
         (lambda _: ["export", "run", "--format", "hf"], "hf is for encoders of texts, not model mlp-bn"),
@@ -290,3 +291,90 @@ def test_one_clear_line(made, message, digits, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory):
+    """A run that predicts a real number from a table, with its file."""
+    folder = tmp_path_factory.mktemp("houses")
+    draws = numpy.random.default_rng(0)
+    x = draws.normal(size=(120, 2))
+    lines = [f"{a:.6f},{b:.6f},{200 + 30 * a - 10 * b:.6f}" for a, b in x]
+    (folder / "houses.csv").write_text("\n".join(["a,b,price", *lines]))
+    config = Config(task=str(folder / "houses.csv"), label_column="price", epochs=30, width=16, device="cpu")
+    train(config, folder / "run", [], model=True)
+    return folder
+
+
+class TestRealNumbers:
+    def test_predictions_are_in_their_own_unit(self, houses, tmp_path):
+        assert cli.main(["predict", str(houses / "run"), str(houses / "houses.csv"), "--out", str(tmp_path / "p")]) == 0
+        told = rows(tmp_path / "p")
+        assert list(told[0]) == ["example", "label", "predicted"]
+        found = gtracer.load(houses / "run").predict(houses / "houses.csv")
+        assert [float(row["predicted"]) for row in told] == pytest.approx(found.tolist(), rel=1e-6)
+        wanted = numpy.array([float(row["label"]) for row in told])
+        assert numpy.corrcoef(wanted, found.numpy())[0, 1] > 0.9
+        assert abs(found.mean().item() - wanted.mean()) < 10
+
+    def test_evaluated_by_scikit_learn_s_scores(self, houses, tmp_path, capsys):
+        from sklearn.metrics import mean_absolute_error, r2_score
+
+        words = [str(houses / "run"), str(houses / "houses.csv"), "--out", str(tmp_path)]
+        assert cli.main(["evaluate", *words]) == 0
+        told = json.loads((tmp_path / "evaluation.json").read_text())
+        wanted = [float(line.split(",")[2]) for line in (houses / "houses.csv").read_text().splitlines()[1:]]
+        given = gtracer.load(houses / "run").predict(houses / "houses.csv").tolist()
+        assert told["r2"] == pytest.approx(r2_score(wanted, given))
+        assert told["mae"] == pytest.approx(mean_absolute_error(wanted, given))
+        assert [part["examples"] for part in told["parts"]] == [24] * 5
+        assert told["parts"][0]["from"] == pytest.approx(min(wanted))
+        for name in ("predicted.png", "residuals.png"):
+            with Image.open(tmp_path / name) as image:
+                assert image.size == (840, 720)
+        said = capsys.readouterr().out
+        assert f"R² {told['r2']:.3f}" in said
+        assert "of 120 examples, against the labels as they are" in said
+
+    def test_on_its_own_test_data(self, houses):
+        assert cli.main(["evaluate", str(houses / "run")]) == 0
+        told = json.loads((houses / "run" / "evaluation" / "evaluation.json").read_text())
+        assert told["r2"] == pytest.approx(Record.read(houses / "run").curves["test_r2"][-1], rel=1e-5)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated")
+    def test_exports_give_the_number(self, houses, tmp_path, capsys):
+        trained = gtracer.load(houses / "run")
+        found = trained.read(houses / "houses.csv")
+        path = str(tmp_path / "m.pt")
+        assert cli.main(["export", str(houses / "run"), "--format", "torchscript", "--out", path]) == 0
+        given = torch.jit.load(path)(found.inputs).squeeze(1)
+        torch.testing.assert_close(given.double(), trained.numbers(found), rtol=1e-5, atol=1e-4)
+        assert "its outputs are the model's" in capsys.readouterr().out
+
+    def test_it_knows_no_classes(self, houses):
+        trained = gtracer.load(houses / "run")
+        with pytest.raises(LabError, match=r"predicts real numbers \(price\), no classes"):
+            trained.probabilities(trained.read(houses / "houses.csv"))
+
+
+def test_hugging_face_s_model_of_a_real_number(tmp_path):
+    """Its own last layer gives the number in its unit."""
+    transformers = pytest.importorskip("transformers")
+    base = on_films(tmp_path)
+    lines = [f"{'good ' * (i % 9)}film,{i % 9 + 0.5}" for i in range(40)]
+    (tmp_path / "films.csv").write_text("\n".join(["text,label", *lines]))
+    train(replace(base, epochs=1), tmp_path / "run", [], model=True)
+    assert cli.main(["export", str(tmp_path / "run"), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf").eval()
+    words = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(["good film"], return_tensors="pt")
+    expected = gtracer.load(tmp_path / "run").numbers(Found([("good film",)], [""]))
+    torch.testing.assert_close(model(**words).logits[0].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_export_that_gives_something_else_is_refused(digits, tmp_path, monkeypatch, capsys):
+    """Such as a model that torch.jit.trace fixes to what it saw."""
+    name, write, _ = export.FORMATS["torchscript"]
+    monkeypatch.setitem(export.FORMATS, "torchscript", (name, write, lambda *_: lambda x: torch.zeros(len(x), 10)))
+    out = str(tmp_path / "m.pt")
+    assert cli.main(["export", str(digits / "run"), "--format", "torchscript", "--out", out]) == 1
+    assert "gives other outputs than the model (relative difference 1): do not use it" in capsys.readouterr().err

@@ -176,7 +176,7 @@ def test_a_table_s_rows_are_those_of_the_file(tmp_path):
 def test_classes_that_are_not_the_model_s(tmp_path, capsys):
     """A label that was renamed after training would otherwise be taken for another."""
     path = tmp_path / "people.csv"
-    path.write_text("age,label\n" + "".join(f"{n},{'yes' if n % 2 else 'no'}\n" for n in range(40)))
+    path.write_text("age,label\n" + "".join(f"{n / 2},{'yes' if n % 2 else 'no'}\n" for n in range(40)))
     config = Config(task=str(path), model="mlp", width=8, epochs=1, optimizer="sgd", device="cpu")
     train(config, tmp_path / "run", [], model=True)
     path.write_text(path.read_text().replace("no", "zero"))

@@ -9,7 +9,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.data.batches import cropped_and_flipped
 from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import LabError
-from gtracer.lab.models import encoders
+from gtracer.lab.models import encoders, hub
 from gtracer.lab.models.resnet import Block
 from support.encoders import SIZES, tiny_bert
 
@@ -214,9 +214,15 @@ class TestLanguage:
         torch.testing.assert_close(results(lambda: encoders.Classifier(model)(batch)), expected)
         assert not torch.allclose(unmasked, expected[0], rtol=1e-3)
 
-    def test_no_model(self):
-        with pytest.raises(LabError, match="needs --model"):
-            encoders.build("", 2, 64)
+    def test_without_a_name_and_a_network_one_line_says_what_to_give(self, tmp_path, monkeypatch):
+        """Nobody asks the hub again and again."""
+        monkeypatch.setattr(hub, "is_offline", lambda: True)
+        (tmp_path / "films.csv").write_text("text,label\n" + "good film,1\nbad film,0\n" * 5)
+        config = Config(task=str(tmp_path / "films.csv"), data=str(tmp_path))
+        assert models.DEFAULTS["text"] == "bert-base-uncased"
+        monkeypatch.setitem(models.DEFAULTS, "text", "nobody/has-this")
+        with pytest.raises(LabError, match="'nobody/has-this' could not be loaded.*; offline, --model takes a folder"):
+            models.build(config, data.load(config))
 
     def test_a_folder_without_a_model(self, tmp_path):
         pytest.importorskip("transformers")

@@ -5,11 +5,13 @@ import types
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gtracer
 from gtracer import cli
+from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.label_noise import mislabelled
 from gtracer.lab.models import own
@@ -37,6 +39,15 @@ def no_model(shape, classes):
 def plain():
     return None
 """
+
+
+def timm_of(create_model, **known):
+    """What is asked of timm, without torchvision, which it needs."""
+    return types.SimpleNamespace(
+        create_model=create_model, get_pretrained_cfg=lambda name: types.SimpleNamespace(**known)
+    )
+
+
 SMALL = ["train", "--epochs", "1", "--out", "run"]
 
 
@@ -86,9 +97,29 @@ class TestTimm:
             asked.append((name, options))
             return nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, options["num_classes"]))
 
-        monkeypatch.setitem(sys.modules, "timm", types.SimpleNamespace(create_model=create_model))
+        monkeypatch.setitem(sys.modules, "timm", timm_of(create_model, fixed_input_size=False))
         own.made(Architecture("image", "timm/resnet18", 5, (3, 8, 8)), pretrained=True)
         assert asked == [("resnet18", {"pretrained": True, "num_classes": 5, "in_chans": 3})]
+
+    def test_one_of_a_fixed_size_is_made_for_the_images(self, monkeypatch):
+        def create_model(name, *, img_size, num_classes, **options):
+            return nn.Sequential(nn.Flatten(), nn.Linear(3 * img_size[0] * img_size[1], num_classes))
+
+        monkeypatch.setitem(sys.modules, "timm", timm_of(create_model, fixed_input_size=True))
+        own.made(Architecture("image", "timm/vit", 5, (3, 8, 8)))
+
+    def test_images_are_as_it_was_trained(self, monkeypatch, tmp_path):
+        """By its own mean, deviation and size, where its weights are taken."""
+        timm = timm_of(None, mean=(0.5, 0.4, 0.3), std=(0.25, 0.5, 0.5), input_size=(3, 20, 20))
+        monkeypatch.setitem(sys.modules, "timm", timm)
+        for name, shade in (("a", 0), ("b", 255)):
+            (tmp_path / "photos" / name).mkdir(parents=True)
+            for i in range(4):
+                Image.new("RGB", (9, 9), (shade,) * 3).save(tmp_path / "photos" / name / f"{i}.png")
+        task = data.load(Config(task=str(tmp_path / "photos"), model="timm/vit", pretrained=True))
+        assert task.train.inputs.shape[1:] == (3, 20, 20)
+        white = task.train.inputs[task.train.labels == 1][0, :, 0, 0]
+        torch.testing.assert_close(white, torch.tensor([0.5 / 0.25, 0.6 / 0.5, 0.7 / 0.5]))
 
 
 class TestWeights:

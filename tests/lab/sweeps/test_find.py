@@ -27,7 +27,7 @@ def test_it_is_what_find_rho_says_of_the_run(tmp_path):
     losses = [loss for _, loss in zip(range(3), Eager(run).rest_of_epoch(), strict=False)]
     assert curve.branches[2].train == pytest.approx(losses[-1], rel=1e-6)
     assert len(curve.branches[0].held_out) == 10
-    logits = run._logits(run.holdout)
+    logits = run._outputs(run.holdout)
     whole = torch.nn.functional.cross_entropy(logits, run.holdout.labels).item()
     sizes = torch.tensor([14] * 9 + [9])
     mean = (torch.tensor(curve.branches[2].held_out) * sizes).sum() / sizes.sum()

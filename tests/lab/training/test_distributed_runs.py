@@ -57,6 +57,23 @@ def test_the_same_numbers_as_one(change, tmp_path):
     assert together.environment["hardware"]["processes"] == 2
 
 
+def test_real_numbers_and_an_average_too(tmp_path):
+    """90 training rows in batches of 89: of the last one the second process has a padding row alone."""
+    table = torch.randn(127, 3, generator=torch.Generator().manual_seed(0)).double()
+    lines = [f"{a:.6f},{b:.6f},{3 * a - b + 0.1 * c:.6f}" for a, b, c in table.tolist()]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,label", *lines]))
+    change = {"task": str(tmp_path / "t.csv"), "label_noise": 0.0, "batch_size": 89, "loss": "huber", "ema": 0.8}
+    config = replace(SMALL, **change, optimizer="sgd-tracer", **TRACER)
+    config.write(tmp_path / "c.yaml")
+    alone = train(config, tmp_path / "one", [])
+    assert alone.resolved["examples"] == 90
+    code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
+    assert code == 0, error
+    together = Record.read(tmp_path / "two")
+    for name, values in alone.curves.items():
+        assert together.curves[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
+
+
 def test_interrupted_and_resumed(tmp_path):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
     config = replace(SMALL, epochs=80, batch_size=256, width=8, **TRACER)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gtracer.lab import files
-from gtracer.lab.config import Config
+from gtracer.lab.config import REAL, Config
 from gtracer.lab.data import digits, pictures, python, rows, tables, text, vision
 from gtracer.lab.data.label_noise import mislabelled
 from gtracer.lab.data.task import Preprocessing, Split, Task
@@ -24,28 +25,45 @@ TASKS: dict[str, Callable[[Config], Task]] = {
     "wic": lambda config: text.wic(folder(config)),
     "rte": lambda config: text.rte(folder(config)),
 }
+TIMM = "timm/"  # before a name of theirs
 TEXTS = ("boolq", "wic", "rte")
 # The user's own, by what it is found to be.
 OWN: dict[str, Callable[[Config], Task]] = {
     "text": lambda config: text.local(
-        files.expanded(config.task), tuple(config.text_columns.split(",")), config.label_column, config.seed
+        files.expanded(config.task),
+        tuple(name.strip() for name in config.text_columns.split(",")),
+        config.label_column,
+        config.seed,
+        config.loss,
     ),
     "image": lambda config: pictures.local(
-        files.expanded(config.task), config.image_size, _of_imagenet(config), config.seed
+        files.expanded(config.task), config.image_size, config.seed, _as_trained(config)
     ),
     "table": lambda config: tables.local(
         files.expanded(config.task),
         config.label_column,
-        tuple(config.drop.split(",")) if config.drop else (),
+        tuple(name.strip() for name in config.drop.split(",")) if config.drop else (),
         config.seed,
+        config.loss,
     ),
-    "python": lambda config: python.local(config.task, config.seed),
+    "python": lambda config: python.local(config.task, config.seed, config.loss),
 }
 
 
-def _of_imagenet(config: Config) -> bool:
-    """Whether the model was trained on it, whose size and normalisation it knows."""
-    return (config.model or "").startswith("timm/") and (config.pretrained or config.weights is not None)
+def _as_trained(config: Config) -> pictures.Pictures | None:
+    """The size and normalisation that a model of timm's was trained with; None where it begins anew."""
+    name = config.model or ""
+    if not name.startswith(TIMM) or not (config.pretrained or config.weights is not None):
+        return None
+    try:
+        from timm import get_pretrained_cfg
+    except Exception:  # whoever builds the model says why
+        return pictures.Pictures.of_imagenet()
+    known = get_pretrained_cfg(name.removeprefix(TIMM))
+    if known is None or len(known.mean) != 3:
+        return pictures.Pictures.of_imagenet()
+    mean, deviation = (tuple(255 * share for share in each) for each in (known.mean, known.std))
+    return pictures.Pictures(known.input_size[1:], mean, deviation)
 
 
 def kind(name: str, text_columns: str = Config.text_columns) -> str:
@@ -60,8 +78,10 @@ def kind(name: str, text_columns: str = Config.text_columns) -> str:
         return "python" if python.is_named(name) else "text"
     if path.is_dir() and not rows.is_file(path) and pictures.are_in(path):
         return "image"
+    if path.is_dir() and not rows.is_file(path) and any(map(pictures.is_picture, path.iterdir())):
+        raise LabError(f"{path} holds images, but in no folders: they belong into one for each class")
     source = path if path.is_file() or rows.is_file(path) else rows.parts(path)["train"]
-    if text_columns != Config.text_columns or source.suffix not in (*rows.FORMATS, ""):
+    if text_columns != Config.text_columns or not rows.is_file(source):
         return "text"
     found = rows.columns(source)
     return "text" if Config.text_columns in found or not found else "table"
@@ -83,11 +103,11 @@ def check(name: str) -> None:
         return
     path = files.expanded(name)
     there = files.exists(path)
-    if not there and (path.suffix in rows.FORMATS or "/" in name):
+    if not there and (rows.is_one_of(path, rows.FORMATS) or "/" in name):
         raise LabError(f"cannot read {name}: there is no such file or folder of texts, images or tables")
     if not there and python.is_named(name):
         python.function(name)
-    elif not there or (path.suffix not in rows.FORMATS and not files.is_folder(path)):
+    elif not there or not (rows.is_one_of(path, rows.FORMATS) or files.is_folder(path)):
         raise unknown("task", name, TASKS)
 
 
@@ -98,10 +118,35 @@ def load(config: Config) -> Task:
     for name, split in (("training", task.train), ("test", task.test)):
         if not len(split.labels):
             raise LabError(f"task {config.task!r} has an empty {name} split")
+    _check_loss(config, task)
     if config.train_share < 1:
         task = task.narrowed(config.train_share, config.seed)
-    task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
+    if config.task not in TASKS:
+        more = f"; {config.label_noise:.0%} of those to train on are changed" if config.label_noise else ""
+        noted = f"labels are taken as they are, and may be wrong: results are against them{more}"
+        task = replace(task, notes=(*task.notes, noted))
+    if config.label_noise:
+        task = task.with_labels(mislabelled(task.train.labels, config.label_noise, task.classes, config.seed))
     return task.holding_out(config.holdout, config.seed) if config.holdout and task.holdout is None else task
+
+
+def _check_loss(config: Config, task: Task) -> None:
+    """Refuse what is for labels of another kind."""
+    if task.target is None:
+        if config.loss in REAL:
+            raise LabError(
+                f"loss = {config.loss!r} is for real numbers, task {config.task!r} has {task.classes} classes"
+            )
+        return
+    for name in ("label_noise", "label_smoothing", "class_weights"):
+        if value := getattr(config, name):
+            raise LabError(
+                f"{name} = {value!r} is for classes, the labels here are real numbers ({task.target.name}); classes "
+                "nevertheless: --loss cross-entropy"
+            )
+    for name in ("curvature", "average"):
+        if (value := getattr(config, name)) in ("monte-carlo-fisher", "gauss-newton"):
+            raise LabError(f"{name} = {value!r} is of the cross-entropy, the labels here are real numbers")
 
 
 def preprocessing(described: dict[str, Any]) -> Preprocessing:

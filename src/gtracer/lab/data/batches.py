@@ -41,7 +41,9 @@ class Examples:
         self.x, self.device = x.to(device) if isinstance(x, Tensor) else x, device
 
     def __call__(self, rows: Tensor, width: int | None = None) -> Tensor:
-        return self.x[rows] if isinstance(self.x, Tensor) else self.x.gathered(rows.tolist()).to(self.device)
+        if isinstance(self.x, Tensor):
+            return self.x[rows]
+        return self.x.finish(self.x.gathered(rows.tolist()).to(self.device))
 
     def width(self, rows: Tensor) -> None:
         return None

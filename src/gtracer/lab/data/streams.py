@@ -5,24 +5,47 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gtracer.lab.errors import LabError, located, shown
+from gtracer.lab.errors import LabError, raised
 
 IN_MEMORY = 1 << 30  # bytes of a data set that is kept on the device as a whole
 MOST_WORKERS = 8
+READ_AT_ONCE = 64  # examples
+FEW = 1000  # examples, below which they are not worth other processes, and a bar that shows how far reading is
+
+
+def _as_it_is(batch: Tensor) -> Tensor:
+    return batch
 
 
 class Items:
     """Some examples of a Dataset, which gives an input or a pair of input and label."""
 
-    def __init__(self, dataset: Any, chosen: Sequence[int] | None = None) -> None:
-        self.dataset = dataset
+    def __init__(
+        self,
+        dataset: Any,
+        chosen: Sequence[int] | None = None,
+        *,
+        name: str | None = None,
+        finish: Callable[[Tensor], Tensor] = _as_it_is,
+    ) -> None:
+        """Make it.
+
+        Args:
+            dataset: Gives examples of one shape, by their numbers.
+            chosen: Which of them; all, if nothing is said.
+            name: Of the user's own, which may raise anything, or give what is no number.
+            finish: What is still to be done to a batch, where the model computes: bytes are a quarter to hand over.
+        """
+        self.dataset, self.name, self.finish = dataset, name, finish
         self.chosen = range(len(dataset)) if chosen is None else chosen
 
     def __len__(self) -> int:
@@ -30,17 +53,26 @@ class Items:
 
     def rows(self, chosen: Tensor) -> Items:
         """These examples only, in this order."""
-        return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()])
+        return Items(self.dataset, [self.chosen[i] for i in chosen.tolist()], name=self.name, finish=self.finish)
 
     def __getitem__(self, place: int) -> Tensor:
+        return self.finish(self._read(place)[None])[0]
+
+    def _read(self, place: int) -> Tensor:
         number = self.chosen[place]
+        if self.name is None:
+            found: Tensor = self.dataset[number]
+            return found
         try:
             item = self.dataset[number]
-            return torch.as_tensor(item[0] if isinstance(item, tuple | list) else item)
+            found = torch.as_tensor(item[0] if isinstance(item, tuple | list) else item).float()
         except LabError:
             raise
-        except Exception as error:  # a Dataset's own, of any class
-            raise LabError(f"example {number} cannot be read: {located(error)}") from error
+        except Exception as error:  # of the user's own code
+            raise LabError(f"{self.name}: example {number} cannot be had: {raised(error)}") from error
+        if not found.isfinite().all():
+            raise LabError(f"{self.name}: example {number} holds NaN or infinity")
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,18 +85,27 @@ class Items:
         return self[0].dtype
 
     def gathered(self, rows: Iterable[int]) -> Tensor:
-        """These as one tensor."""
-        found = [self[row] for row in rows]
-        shapes = sorted({tuple(each.shape) for each in found})
+        """These as one tensor, to be finished."""
+        found = [self._read(row) for row in rows]
+        shapes = {tuple(each.shape): None for each in found}
         if len(shapes) > 1:
-            raise LabError(f"all examples must have one shape, there are {shown(shapes)}")
-        return torch.stack(found)
+            told = " and ".join(map(str, list(shapes)[:2]))
+            raise LabError(f"{self.name}: examples have shapes {told}, all must have the same")
+        whole: Tensor = default_collate(found)  # in a process that reads ahead, in memory that it shares already
+        return whole
 
     def loaded(self) -> Tensor | Items:
         """All of them as one tensor, where they are few enough."""
         first = self[0]
-        fits = first.numel() * first.element_size() * len(self) <= IN_MEMORY
-        return self.gathered(range(len(self))) if fits else self
+        if first.numel() * first.element_size() * len(self) > IN_MEMORY:
+            return self
+        if len(self) < FEW:
+            return self.finish(self.gathered(range(len(self))))
+        parts = torch.split(torch.arange(len(self)), READ_AT_ONCE)
+        console = Console(stderr=True)
+        read = read_ahead(self, parts, torch.device("cpu"))
+        bar = track(read, "reading", len(parts), transient=True, disable=not console.is_terminal, console=console)
+        return torch.cat(list(bar))
 
 
 def read_ahead(items: Items, parts: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
@@ -73,7 +114,7 @@ def read_ahead(items: Items, parts: Sequence[Tensor], device: torch.device) -> I
         _Batches(items),
         sampler=[rows.tolist() for rows in parts],
         batch_size=None,
-        num_workers=_workers(len(parts)),
+        num_workers=workers(len(parts)),
         worker_init_fn=_leave_interrupts,
         pin_memory=device.type == "cuda",
         generator=torch.Generator().manual_seed(0),  # or it would draw from everybody's
@@ -81,7 +122,7 @@ def read_ahead(items: Items, parts: Sequence[Tensor], device: torch.device) -> I
     for batch in loader:
         if isinstance(batch, LabError):
             raise batch
-        yield batch.to(device, non_blocking=True)
+        yield items.finish(batch.to(device, non_blocking=True))
 
 
 class _Batches(Dataset[Any]):
@@ -97,7 +138,7 @@ class _Batches(Dataset[Any]):
             return error
 
 
-def _workers(batches: int) -> int:
+def workers(batches: int) -> int:
     """How many processes read: one for each core, none for a single batch, or where there may be none."""
     if batches < 2 or multiprocessing.current_process().daemon:
         return 0

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gtracer.lab.data.labels import Target
 from gtracer.lab.data.streams import Items
 from gtracer.lab.errors import LabError
 
@@ -30,6 +31,10 @@ class Split:
     @classmethod
     def clean(cls, inputs: Inputs, labels: Tensor, ids: Sequence[str] = ()) -> Split:
         return cls(inputs, labels, labels, ids)
+
+    def labelled(self, labels: Tensor) -> Split:
+        """The same with other labels, in which no noise was made."""
+        return Split.clean(self.inputs, labels, self.ids)
 
     def rows(self, chosen: Tensor) -> Split:
         """These examples only, in this order."""
@@ -69,6 +74,12 @@ class Task:
     preprocessing: Preprocessing | None = None
     is_stratified: bool = False  # whether what is held out is a share of each class
     notes: tuple[str, ...] = ()  # what the user should know
+    target: Target | None = None  # where labels are real numbers; there are no classes then
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers a model gives for an example."""
+        return self.classes if self.target is None else 1
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -94,9 +105,10 @@ class Task:
     def holding_out(self, share: float, seed: int) -> Task:
         """The same task with a seeded share of the training data held out; of each class, where it is stratified."""
         if self.is_stratified:
-            rest, held_out = stratified(self.train.labels, share, seed)
+            rest, held_out = stratified(self.train.truth, share, seed)  # or label noise would change who it is
             if not len(held_out):
-                raise LabError(f"holdout = {share}: no class has two training examples, one of which could be held out")
+                what = "no class has two training examples" if self.target is None else "there is one training example"
+                raise LabError(f"holdout = {share}: {what}, one of which could be held out; without: --holdout 0")
             return replace(self, train=self.train.rows(rest), holdout=self.train.rows(held_out))
         order = _shuffled(len(self.train.labels), -1 - seed)
         held = round(share * len(order))
@@ -108,11 +120,15 @@ class Task:
 def stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Rows in a random order, cut in two: a share of each class, but at least one example and never all, is second.
 
+    Of real numbers likewise of each tenth of them, from the smallest to the largest.
+
     >>> first, second = stratified(torch.tensor([0] * 8 + [1] * 2), 0.25, seed=0)
     >>> sorted(first.tolist())[-1] >= 8, sorted(second.tolist())[-1] >= 8, len(second)
     (True, True, 3)
     """
     order = _shuffled(len(labels), -1 - seed)
+    if labels.is_floating_point():
+        labels = _tenths(labels, share)
     by_class = order[labels[order].argsort(stable=True)]
     counts = torch.bincount(labels)
     place = torch.arange(len(labels)) - (counts.cumsum(0) - counts)[labels[by_class]]
@@ -120,6 +136,14 @@ def stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]
     is_second = torch.empty(len(labels), dtype=torch.bool)
     is_second[by_class] = place < wanted[labels[by_class]]
     return order[~is_second[order]], order[is_second[order]]
+
+
+def _tenths(numbers: Tensor, share: float) -> Tensor:
+    """Of each the part of the range that it lies in, in equal parts by count: ten, or fewer where they are small."""
+    parts = max(1, min(10, int(len(numbers) * min(share, 1 - share))))
+    place = torch.empty(len(numbers), dtype=torch.int64)
+    place[numbers.argsort(stable=True)] = torch.arange(len(numbers))
+    return place * parts // max(1, len(numbers))
 
 
 def sampled(n: int, most: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from typing_extensions import TypedDict
 
 from gtracer.lab.data import rows
 from gtracer.lab.data.download import Source, ensure
+from gtracer.lab.data.labels import Target, encoded
 from gtracer.lab.data.rows import Row
-from gtracer.lab.data.task import Found, Split, Task
+from gtracer.lab.data.task import TEST_SHARE, Found, Split, Task, stratified
 from gtracer.lab.errors import LabError, shown
 from gtracer.lab.schema import STRICT, Place, Scalar, Words, problems
 
@@ -107,23 +108,27 @@ def _superglue(
     return Task("text", len(labels), train, test, names=tuple(map(str, labels)), preprocessing=TextColumns(columns))
 
 
-def local(path: Path, columns: tuple[str, ...], label: str, seed: int) -> Task:
+def local(path: Path, columns: tuple[str, ...], label: str, seed: int, loss: str | None = None) -> Task:
     """A folder with `train` and `test` (or `val`) files, or one file of which a seeded fifth is for testing."""
     sources = {"": path} if rows.is_file(path) else rows.parts(path)
     options = dict.fromkeys(columns, "--text-columns") | {label: "--label-column"}
     read = {part: _rows(source, dict.fromkeys(options, Scalar), options) for part, source in sources.items()}
-    names = sorted({str(row[label]) for found in read.values() for row in found})
-    classes = {name: i for i, name in enumerate(names)}
-    if len(classes) < 2:
-        raise LabError(f"{path} has {len(classes)} classes in column {label!r}, two at least are needed")
+    labels, names = encoded({part: [row[label] for row in found] for part, found in read.items()}, sources, label, loss)
     preprocessing = TextColumns(columns, label)
-    splits = {part: _split(sources[part], read[part], preprocessing.texts, label, classes) for part in sources}
+    splits = {}
+    for part, found in read.items():
+        ids = [f"{sources[part].name}: row {number}" for number in range(1, len(found) + 1)]
+        splits[part] = Split.clean([preprocessing.texts(row) for row in found], labels[part], ids)
     if "" in splits:
-        order = torch.randperm(len(read[""]), generator=torch.Generator().manual_seed(seed))
-        cut = len(order) * 4 // 5
-        splits = {"train": splits[""].rows(order[:cut]), "test": splits[""].rows(order[cut:])}
+        both = stratified(labels[""], TEST_SHARE, seed)
+        splits = {part: splits[""].rows(chosen) for part, chosen in zip(("train", "test"), both, strict=True)}
+    target = None if names else replace(Target.fitted(f"{path}: {label!r}", splits["train"].labels), name=label)
+    if target is not None:
+        splits = {part: each.labelled(target.standardised(each.labels)) for part, each in splits.items()}
+    to = f"in {len(names)} classes" if names else f"with real numbers to predict ({label!r})"
+    note = f"{path}: {len(splits['train'].labels)} texts {to}"
     train, test, held_out = splits["train"], splits["test"], splits.get("holdout")
-    return Task("text", len(classes), train, test, held_out, tuple(names), preprocessing)
+    return Task("text", len(names), train, test, held_out, names, preprocessing, True, (note,), target)
 
 
 def _split(

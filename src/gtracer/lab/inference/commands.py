@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
         "predict",
         help="the classes of examples and their probabilities, as csv",
         description="Write for each example of a file or folder the class that a trained model gives it, and the "
-        "probability of every class. Examples need no labels.",
+        "probability of every class; or the number that it predicts. Examples need no labels.",
         epilog="example: gtracer predict runs/mine photos/new --out predictions.csv",
     )
     _add_model(predict)
@@ -32,9 +32,10 @@ def add(commands: Any) -> None:
 
     evaluate = commands.add_parser(
         "evaluate",
-        help="accuracy, class by class, confusions and calibration of a trained model",
+        help="accuracy, class by class, confusions and calibration of a trained model; or R² and errors",
         description="Compare a trained model with labels: accuracy, precision and recall of each class, which are "
-        "taken for which, and how far the probabilities can be believed; as JSON and two pictures.",
+        "taken for which, and how far the probabilities can be believed; of real numbers R² and errors. As JSON and "
+        "two pictures.",
         epilog="example: gtracer evaluate runs/mine photos/new",
     )
     _add_model(evaluate)
@@ -49,7 +50,8 @@ def add(commands: Any) -> None:
         "export",
         help="a trained model in formats that other programs read",
         description="Write a trained model as ONNX, as TorchScript, or as a folder of Hugging Face's transformers. It "
-        "takes what preprocessing gives (model.json says what that is), and gives logits.",
+        "takes what preprocessing gives (model.json says what that is), and gives logits, or the number that is "
+        "predicted. What was written is read again and compared with the model.",
         epilog="example: gtracer export runs/mine --format onnx",
     )
     _add_model(export)
@@ -173,25 +175,22 @@ def _predict(chosen: argparse.Namespace) -> None:
 def _evaluate(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab.inference.evaluation import NAME, evaluate
+    from gtracer.lab.inference.evaluation import evaluate
+    from gtracer.lab.inference.residuals import NAME
 
     found = evaluate(_loaded(chosen), chosen.examples, chosen.data)
     out = chosen.out or chosen.model / "evaluation"
     found.write(out)
-    told = found.summary()
     console = Console()
     console.print(found.table())
-    console.out(
-        f"accuracy {told['accuracy']:.2%} of {told['examples']} examples, negative log-likelihood {told['nll']:.3f}, "
-        f"calibration error {told['ece']:.1%}: {out / NAME}",
-        highlight=False,
-    )
+    console.out(f"{found.told()}, against the labels as they are: {out / NAME}", highlight=False)
 
 
 def _export(chosen: argparse.Namespace) -> None:
     from gtracer.lab.inference.export import export
 
-    print(f"exported: {export(_loaded(chosen), chosen.format, chosen.out)}")
+    path, checked = export(_loaded(chosen), chosen.format, chosen.out)
+    print(f"exported: {path}; {checked}")
 
 
 def _find_label_errors(chosen: argparse.Namespace) -> None:

@@ -9,14 +9,19 @@ from typing import Any
 
 import numpy
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from gtracer.calibration import BINS, calibration
 from gtracer.lab import data, files
-from gtracer.lab.errors import LabError
+from gtracer.lab.config import REAL
+from gtracer.lab.data.labels import numbers
+from gtracer.lab.errors import LabError, shown
+from gtracer.lab.inference import figure
+from gtracer.lab.inference.residuals import NAME, Residuals
 from gtracer.lab.inference.trained import Trained
+from gtracer.lab.training.weights import require_same_data
 
-NAME = "evaluation.json"
 SHOWN = 30  # classes in the table and the picture
 MOST = 1000  # classes that a confusion matrix has
 
@@ -77,22 +82,30 @@ class Evaluation:
             made.add_column(name, justify="left" if name == "class" else "right")
         for row in rows[:SHOWN]:
             shares = ("" if row[k] is None else f"{row[k]:.1%}" for k in ("precision", "recall", "f1"))
-            made.add_row(row["class"], *shares, str(row["examples"]))
+            made.add_row(Text(row["class"]), *shares, str(row["examples"]))
         return made
+
+    def told(self) -> str:
+        """What came out, in a line."""
+        told = self.summary()
+        return (
+            f"accuracy {told['accuracy']:.2%} of {told['examples']} examples, "
+            f"negative log-likelihood {told['nll']:.3f}, calibration error {told['ece']:.1%}"
+        )
 
     def write(self, folder: Path) -> None:
         """The summary as JSON, and the two pictures."""
         content = json.dumps(self.summary(), indent=1, ensure_ascii=False) + "\n"
         files.write(folder / NAME, content.encode())
         if not self.are_many:
-            _drawn(folder / "confusion.png", self._draw_confusion)
-        _drawn(folder / "calibration.png", self._draw_calibration)
+            figure.write(folder / "confusion.png", self._draw_confusion)
+        figure.write(folder / "calibration.png", self._draw_calibration)
 
-    def _draw_confusion(self, figure: Any) -> None:
-        axes = figure.subplots()
+    def _draw_confusion(self, drawn: Any) -> None:
+        axes = drawn.subplots()
         counts = self.confusion()
         image = axes.imshow(counts / numpy.maximum(counts.sum(1, keepdims=True), 1), cmap="Blues", vmin=0, vmax=1)
-        figure.colorbar(image, label="share of the label's examples")
+        drawn.colorbar(image, label="share of the label's examples")
         axes.set(xlabel="predicted", ylabel="label", title="Confusion")
         if len(self.classes) <= SHOWN:
             # Names are the user's own: a dollar sign is no formula.
@@ -104,12 +117,12 @@ class Evaluation:
                 dark = count > counts[row].sum() / 2
                 axes.text(column, row, count, ha="center", va="center", color="white" if dark else "black")
 
-    def _draw_calibration(self, figure: Any) -> None:
+    def _draw_calibration(self, drawn: Any) -> None:
         from sklearn.calibration import calibration_curve
 
         sure = self.probabilities.max(1).values.double().clamp(0, 1)  # rounding can bring it above 1
         right = self.predicted == self.labels
-        above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+        above, below = drawn.subplots(2, sharex=True, height_ratios=(3, 1))
         share, mean = calibration_curve(right.long(), sure, n_bins=BINS)
         above.plot([0, 1], [0, 1], color="grey", linewidth=1)
         above.plot(mean, share, marker="o")
@@ -118,22 +131,23 @@ class Evaluation:
         below.set(xlabel="predicted probability", ylabel="examples")
 
 
-def evaluate(trained: Trained, path: Path | None, data_folder: str | None = None) -> Evaluation:
+def evaluate(trained: Trained, path: Path | None, data_folder: str | None = None) -> Evaluation | Residuals:
     """On a file or folder with labels, or on the test data that the run itself had."""
+    target = trained.target
     if path is None:
         test = data.load(replace(trained.config, data=data_folder)).test
+        require_same_data(trained.folder, {"test": list(test.ids)})
+        if target is not None:
+            return Residuals(target.name, target.restored(test.truth), trained.numbers(test))
         return Evaluation(trained.classes, test.truth, trained.probabilities(test))
     found = trained.read(path)
+    if not len(found.ids):
+        raise LabError(f"{path} has no examples")
     if found.labels is None:
-        raise LabError(f"{path} has no labels to compare with: use gtracer predict")
+        raise LabError(f"{path} has no labels to compare with, or not for every example: use gtracer predict")
+    if target is not None:
+        wanted = numbers(found.labels, REAL[0], f"{path}: column {shown(target.name)}")
+        assert wanted is not None
+        return Residuals(target.name, wanted, trained.numbers(found))
     labels = trained.index(list(found.labels))
     return Evaluation(trained.classes, labels, trained.probabilities(found))
-
-
-def _drawn(path: Path, draw: Any) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    draw(figure)
-    with files.replacing(path) as part:
-        figure.savefig(part, format="png", dpi=120)

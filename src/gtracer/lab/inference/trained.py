@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gtracer.lab.config import Config
 from gtracer.lab.data import batches
+from gtracer.lab.data.labels import Target
 from gtracer.lab.data.task import Found, Preprocessing, Split
 from gtracer.lab.errors import LabError, shown
 from gtracer.lab.models import saved
@@ -27,7 +29,8 @@ class Trained:
         folder: The run's.
         model: In evaluation mode, on `device`.
         preprocessing: Reads files as the model takes them: `preprocessing.read(path)`.
-        classes: Their names, in the order of the model's outputs.
+        classes: Their names, in the order of the model's outputs; none where it predicts a real number.
+        target: That number, of which the model's output is (number − mean) / deviation.
         config: Of the run that trained it.
         device: Where it computes.
         built: How examples are handed to it.
@@ -37,6 +40,7 @@ class Trained:
     model: nn.Module
     preprocessing: Preprocessing | None
     classes: tuple[str, ...]
+    target: Target | None
     config: Config
     device: torch.device
     built: Built
@@ -50,18 +54,30 @@ class Trained:
         return self.preprocessing.read(path)
 
     def predict(self, path: str | Path) -> Tensor:
-        """The probabilities of the classes, a row for each example of a file or folder."""
-        return self.probabilities(self.read(Path(path)))
+        """For each example of a file or folder a row with the probabilities of the classes, or the number."""
+        found = self.read(Path(path))
+        return self.probabilities(found) if self.target is None else self.numbers(found)
+
+    def probabilities(self, examples: Found | Split) -> Tensor:
+        """The probabilities of the classes for examples that have been read, on the CPU."""
+        if self.target is not None:
+            raise LabError(f"the model in {self.folder} predicts real numbers ({self.target.name}), no classes")
+        return self._outputs(examples, lambda outputs: outputs.softmax(1))
+
+    def numbers(self, examples: Found | Split) -> Tensor:
+        """The predicted numbers for examples that have been read, on the CPU."""
+        if self.target is None:
+            raise LabError(f"the model in {self.folder} predicts classes, no real numbers")
+        return self.target.restored(self._outputs(examples, lambda outputs: outputs).squeeze(1))
 
     @torch.no_grad()
-    def probabilities(self, examples: Found | Split) -> Tensor:
-        """The same of examples that have been read, on the CPU."""
+    def _outputs(self, examples: Found | Split, finished: Callable[[Tensor], Tensor]) -> Tensor:
         if not len(examples.inputs):
-            return torch.zeros(0, len(self.classes))
+            return torch.zeros(0, max(1, len(self.classes)))
         batch = self.built.batches(examples, self.device)
         rows = torch.split(torch.arange(len(examples.inputs), device=self.device), BATCH)
         inputs = batches.each(batch, [(part, batch.width(part)) for part in rows])
-        return torch.cat([self.model(each).float().softmax(1).cpu() for each in inputs])
+        return torch.cat([finished(self.model(each).float()).cpu() for each in inputs])
 
     def index(self, names: list[str]) -> Tensor:
         """The classes of these names; refused in one line where the model knows no such class."""
@@ -84,4 +100,4 @@ def load(run: str | Path, *, device: str = "auto", last: bool = False) -> Traine
     folder, place = Path(run), device_of(device)
     built, about = saved.read(folder, last=last)
     model = built.model.to(place).eval()
-    return Trained(folder, model, about.preprocessing, about.classes, about.config, place, built)
+    return Trained(folder, model, about.preprocessing, about.classes, about.target, about.config, place, built)

@@ -21,7 +21,7 @@ __all__ = ["Architecture", "Built", "build", "network", "rebuilt"]
 
 
 # Where no name is given, for each kind of data.
-DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": ""}
+DEFAULTS = {"vector": "mlp-bn", "table": "mlp-bn", "image": "resnet20", "text": "bert-base-uncased"}
 
 
 def build(config: Config, task: Task) -> Built:
@@ -31,8 +31,8 @@ def build(config: Config, task: Task) -> Built:
         if config.init != "own":
             raise LabError(f"init = {config.init!r} is for networks built here: a text model brings its own weights")
         beside = data.folder(config) / name  # a copy beside the data goes by the same name on every machine
-        local = bool(name) and (beside / "config.json").is_file()
-        found = encoders.build(str(beside) if local else name, task.classes, config.max_length)
+        local = (beside / "config.json").is_file()
+        found = encoders.build(str(beside) if local else name, task.outputs, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
     examples = _examples(task.train)
     shape = tuple(examples.shape[1:])
@@ -40,7 +40,7 @@ def build(config: Config, task: Task) -> Built:
         raise LabError(f"the task's examples have shape {shape}: there is nothing to learn from")
     if not own.is_named(name) and not examples.dtype.is_floating_point:
         raise LabError(f"model {name!r} wants real numbers, the task's examples are of {examples.dtype}")
-    architecture = Architecture(task.kind, name, task.classes, shape, config.width, config.depth)
+    architecture = Architecture(task.kind, name, task.outputs, shape, config.width, config.depth)
     built = made(architecture, pretrained=config.pretrained)
     if config.init == "torch":
         built.model.apply(resnet.reset_convolution)

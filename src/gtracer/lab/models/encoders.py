@@ -17,6 +17,8 @@ from gtracer.lab.data.batches import Batch
 from gtracer.lab.data.task import Found, Split
 from gtracer.lab.data.tokens import Tokens, tokens
 from gtracer.lab.errors import LabError
+from gtracer.lab.files import is_folder
+from gtracer.lab.models import hub
 from gtracer.lab.models.built import Architecture, Built
 
 # Encoders that are handed the mask in the form that their attention wants. transformers' own way there waits for the
@@ -113,16 +115,23 @@ def _share_positions(module: Any) -> None:
 
 def build(name: str, classes: int, max_length: int) -> Built:
     """Load model and tokenizer; a head that does not fit the task is made anew."""
-    if not name:
-        raise LabError("a text task needs --model, a Hugging Face name or folder such as bert-base-uncased")
-    transformers = _transformers()
-    with _quiet(transformers):
-        tokenizer = _loaded(name, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(name))
+    library = transformers()
+    is_here = is_folder(Path(name))
+    with quiet(library), nullcontext() if is_here else hub.asked():
+        local = is_here or hub.is_offline()
+        tokenizer = _loaded(
+            name, "tokenizer", lambda: library.AutoTokenizer.from_pretrained(name, local_files_only=local)
+        )
         model, found = _loaded(
             name,
             "model",
-            lambda: transformers.AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=classes, ignore_mismatched_sizes=True, dtype=torch.float32, output_loading_info=True
+            lambda: library.AutoModelForSequenceClassification.from_pretrained(
+                name,
+                num_labels=classes,
+                ignore_mismatched_sizes=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=local,
             ),
         )
     _check(name, tokenizer, model, found["missing_keys"])
@@ -132,11 +141,11 @@ def build(name: str, classes: int, max_length: int) -> Built:
 
 def rebuilt(architecture: Architecture, folder: Path) -> Built:
     """One that was built before, without its weights: from what it has left in the folder."""
-    transformers = _transformers()
-    with _quiet(transformers):
-        tokenizer = _loaded(str(folder), "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(folder))
-        config = _loaded(str(folder), "configuration", lambda: transformers.AutoConfig.from_pretrained(folder))
-        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    library = transformers()
+    with quiet(library):
+        tokenizer = _loaded(str(folder), "tokenizer", lambda: library.AutoTokenizer.from_pretrained(folder))
+        config = _loaded(str(folder), "configuration", lambda: library.AutoConfig.from_pretrained(folder))
+        model = library.AutoModelForSequenceClassification.from_config(config)
     return _built(architecture, tokenizer, model, [])
 
 
@@ -157,7 +166,7 @@ def _built(architecture: Architecture, tokenizer: Any, model: Any, notes: list[s
     return Built(Classifier(model), batches, architecture, tuple(tokenizer.model_input_names), notes, save)
 
 
-def _transformers() -> Any:
+def transformers() -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -170,7 +179,9 @@ def _loaded(name: str, what: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # a damaged folder can raise anything
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LabError(f"model {name!r} could not be loaded, its {what}: {first}") from error
+        is_away = not is_folder(Path(name)) and hub.is_offline()
+        hint = "; offline, --model takes a folder that holds one" if is_away else ""
+        raise LabError(f"model {name!r} could not be loaded, its {what}: {first}{hint}") from error
 
 
 def _check(name: str, tokenizer: Any, model: Any, missing: set[str]) -> None:
@@ -191,8 +202,9 @@ def _check(name: str, tokenizer: Any, model: Any, missing: set[str]) -> None:
 def _about_the_head(name: str, classes: int, found: dict[str, Any]) -> Iterator[str]:
     other = [f"{key} of {' × '.join(map(str, theirs))}" for key, theirs, _ in found["mismatched_keys"]]
     other += [key for key in found["unexpected_keys"] if "position_ids" not in key and "pooler" not in key]
+    what = f"{classes} classes" if classes > 1 else "a real number"
     if other:
-        yield f"{name} has another task's head ({max(other)}): that for {classes} classes starts anew"
+        yield f"{name} has another task's head ({max(other)}): that for {what} starts anew"
 
 
 def _positions(model: nn.Module) -> int:
@@ -203,9 +215,9 @@ def _positions(model: nn.Module) -> int:
 
 
 @contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def quiet(library: Any) -> Iterator[None]:
     """What there is to say about loading is said here, in a line."""
-    logging = transformers.utils.logging
+    logging = library.utils.logging
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

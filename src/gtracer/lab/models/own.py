@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gtracer.lab.data import python
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.data import TIMM, python
+from gtracer.lab.errors import LabError, one_line, raised, shown
+from gtracer.lab.models import hub
 from gtracer.lab.models.built import Architecture
 
-TIMM = "timm/"
 WRAPPED = ("state_dict", "model")  # where others' checkpoints keep the weights
 
 
@@ -32,18 +33,23 @@ def made(of: Architecture, *, pretrained: bool = False) -> nn.Module:
 def _timm(of: Architecture, pretrained: bool) -> nn.Module:
     try:
         import timm
-    except ImportError as error:  # also where torchvision, which it needs, is another torch's
+    except (ImportError, RuntimeError) as error:  # also where torchvision, which it needs, is another torch's
         raise LabError(
             f"model {of.name!r} needs timm, and that torchvision ({one_line(error)}): pip install 'gtracer-optim[timm]'"
         ) from error
     if len(of.shape) != 3:
         raise LabError(f"model {of.name!r} wants images, the task's examples have shape {of.shape}")
+    name = of.name.removeprefix(TIMM)
+    known = timm.get_pretrained_cfg(name)
+    sized = {"img_size": of.shape[1:]} if known is not None and known.fixed_input_size else {}
     try:
-        model: nn.Module = timm.create_model(
-            of.name.removeprefix(TIMM), pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0]
-        )
+        with hub.asked() if pretrained else nullcontext():
+            model: nn.Module = timm.create_model(
+                name, pretrained=pretrained, num_classes=of.outputs, in_chans=of.shape[0], **sized
+            )
     except Exception as error:  # of a name, of the network, of the hub: of any class
-        raise LabError(f"model {of.name!r} is not available: {one_line(error)}") from error
+        hint = "; offline: --weights FILE instead of --pretrained" if pretrained and hub.is_offline() else ""
+        raise LabError(f"model {of.name!r} is not available: {one_line(error)}{hint}") from error
     return model
 
 
@@ -60,8 +66,8 @@ def _check(model: nn.Module, of: Architecture) -> None:
     was = model.training
     try:
         outputs = model.eval()(torch.zeros(2, *of.shape))
-    except Exception as error:  # the user's own, of any class
-        raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {one_line(error)}") from error
+    except Exception as error:  # the user's own, or timm's assertions
+        raise LabError(f"model {of.name!r} does not take examples of shape {of.shape}: {raised(error)}") from error
     finally:
         model.train(was)
     found = (
@@ -89,11 +95,14 @@ def take_weights(model: nn.Module, path: Path) -> list[str]:
 
 def _weights(path: Path) -> dict[str, Tensor]:
     try:
-        if path.suffix == ".safetensors":
+        if path.suffix.lower() == ".safetensors":
             return load_file(path)
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise LabError(f"cannot read the weights {path}: {error.strerror or one_line(error)}") from error
     except Exception as error:  # whatever torch's reader of pickles comes across
-        raise LabError(f"cannot read the weights {path}: {one_line(error)}") from error
+        told = "it is damaged, or neither a .safetensors file nor a state_dict that torch.save wrote"
+        raise LabError(f"cannot read the weights {path}: {told}") from error
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise LabError(f"{path} holds no weights by their names, but {shown(type(found).__name__)}")

@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from gtracer.lab import data, files, models
 from gtracer.lab.config import Config
+from gtracer.lab.data.labels import Target
 from gtracer.lab.data.task import Preprocessing, Task
 from gtracer.lab.errors import LabError, one_line, shown
 from gtracer.lab.models.built import Architecture, Built
@@ -62,6 +63,7 @@ class Description:
         architecture: Of the network.
         classes: Their names, in the order of the outputs.
         preprocessing: Of what it is given; None where only the run's own data suits it.
+        target: The real number that it predicts, where it knows no classes.
         config: Of the run that trained it.
         versions: Of the packages that did.
     """
@@ -69,12 +71,13 @@ class Description:
     architecture: Architecture
     classes: tuple[str, ...]
     preprocessing: Preprocessing | None
+    target: Target | None
     config: Config
     versions: dict[str, Any]
 
     @classmethod
     def of(cls, config: Config, task: Task, built: Built, versions: dict[str, str]) -> Description:
-        return cls(built.architecture, task.class_names, task.preprocessing, config, versions)
+        return cls(built.architecture, task.class_names, task.preprocessing, task.target, config, versions)
 
     def write(self, folder: Path) -> None:
         content = {
@@ -82,6 +85,7 @@ class Description:
             "model": asdict(self.architecture),
             "classes": self.classes,
             "preprocessing": None if self.preprocessing is None else self.preprocessing.described(),
+            "target": None if self.target is None else self.target.described(),
             "run": self.config.to_mapping() | {"data": None},  # where the data lies is the machine's business
             "versions": self.versions,
         }
@@ -102,12 +106,13 @@ class Description:
                 )
             CONTENT.validate_python(content)
             architecture, classes = Architecture.of(content["model"]), tuple(content["classes"])
-            if len(classes) != architecture.outputs:
+            target = content.get("target")  # older ones predict classes alone
+            if architecture.outputs != (len(classes) if target is None else 1):
                 raise ValueError(f"{len(classes)} classes for {architecture.outputs} outputs")
             config = Config.from_mapping(content["run"])
             described = content["preprocessing"]
             fitted = None if described is None else data.preprocessing(described)
-            return cls(architecture, classes, fitted, config, content["versions"])
+            return cls(architecture, classes, fitted, target and Target(**target), config, content["versions"])
         except LabError:
             raise
         except Exception as error:  # whatever JSON and scikit-learn's objects, packed, come across

@@ -20,6 +20,7 @@ from gtracer.lab.schema import STRICT, AtLeastZero, problems
 
 FORMAT = 1
 NAME = "record.json"
+METRICS = ("accuracy", "r2")  # by which a run is judged: of classes, of real numbers
 
 
 class Environment(TypedDict, total=False):
@@ -66,7 +67,9 @@ class Record:
         curves: One number an epoch: test_accuracy, test_loss, train_loss, memorised and recovered (of the wrongly
             labelled training examples, or the first 5,000 of them, the share given back with the wrong and with the
             true label; absent without label noise), holdout_accuracy (against labels as noisy as those to train on;
-            absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one. With
+            absent without a holdout), trace_ratio, penalty_ratio, rho, lr. Accuracies are shares of one. Where
+            labels are real numbers test_r2 and test_rmse, in the labels' unit, take the place of test_accuracy, and so
+            do holdout_r2 and holdout_rmse; losses are of labels with mean 0 and deviation 1. With
             option `sharpness` also sharpness_top, sharpness_trace, sharpness_adaptive, sharpness_gradient and
             sharpness_trace_ratio; NaN where they were not measured.
         seconds: One number an epoch.
@@ -100,6 +103,30 @@ class Record:
     def finished(self) -> bool:
         return self.epochs == self.config.epochs
 
+    @property
+    def metric(self) -> str:
+        """What it is judged by: accuracy, or where labels are real numbers r2."""
+        return next((name for name in METRICS if f"test_{name}" in self.curves), METRICS[0])
+
+    @property
+    def test(self) -> list[float]:
+        """That of the test data, epoch by epoch."""
+        return self.curves.get(f"test_{self.metric}", [])
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is held-out data to choose an epoch by."""
+        return f"holdout_{self.metric}" in self.curves
+
+    def held_out(self) -> list[float]:
+        """The score on held-out data by which epochs are chosen, the higher the better.
+
+        Of real numbers the negative error: R², which says the same, there is none of a single example.
+        """
+        if self.metric == "accuracy":
+            return self.curves["holdout_accuracy"]
+        return [-error for error in self.curves["holdout_rmse"]]
+
     def add(self, row: dict[str, float], seconds: float) -> None:
         """Take up one epoch."""
         for name, value in row.items():
@@ -118,14 +145,14 @@ class Record:
 
     def summary(self) -> dict[str, Any]:
         """Last and best epoch (they differ by much under label noise), and the time."""
-        accuracy = self.curves.get("test_accuracy", [])
-        if not accuracy:
+        scores = self.test
+        if not scores:
             return {}
-        best = max(range(len(accuracy)), key=accuracy.__getitem__)
+        best = max(range(len(scores)), key=scores.__getitem__)
         last = {name: values[-1] for name, values in self.curves.items()}
         return {
-            "last": {"epoch": len(accuracy), **last},
-            "best": {"epoch": best + 1, "test_accuracy": accuracy[best]},
+            "last": {"epoch": len(scores), **last},
+            "best": {"epoch": best + 1, f"test_{self.metric}": scores[best]},
             "wall_time": sum(self.seconds),
         }
 
@@ -182,7 +209,7 @@ class Record:
         curves = {k: [math.nan if x is None else x for x in v] for k, v in read["curves"].items()}
         epochs = len(read["seconds"])
         uneven = [f"{name} of {len(values)}" for name, values in curves.items() if len(values) != epochs]
-        if uneven or epochs > config.epochs or (epochs and "test_accuracy" not in curves):
+        if uneven or epochs > config.epochs or (epochs and not any(f"test_{name}" in curves for name in METRICS)):
             raise LabError(
                 f"{epochs} of {config.epochs} epochs, with curves {', '.join(uneven) or shown(list(curves))}"
             )

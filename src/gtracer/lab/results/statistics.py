@@ -60,6 +60,11 @@ class Result:
         return [record for record in self.records if record.finished]
 
     @property
+    def metrics(self) -> set[str]:
+        """What its runs are judged by."""
+        return {record.metric for record in self.finished}
+
+    @property
     def diverged(self) -> int:
         return sum(record.failure is not None for record in self.records)
 
@@ -77,16 +82,18 @@ class Result:
         }
         return ", ".join(what if n == wanted else f"{n} of {wanted} {what}" for what, n in counts.items() if n)
 
-    def last(self, curve: str = "test_accuracy") -> list[float]:
-        """The last epoch's values in per cent, a number for each finished run that has the curve."""
+    def last(self, curve: str | None = None) -> list[float]:
+        """The last epoch's values in per cent, a number for each finished run that has the curve; else of test data."""
+        if curve is None:
+            return [100 * r.test[-1] for r in self.finished]
         return [100 * r.curves[curve][-1] for r in self.finished if curve in r.curves]
 
     def by_seed(self) -> dict[int, float]:
-        """The accuracy at the last epoch, in per cent, of each finished run."""
-        return {r.config.seed: 100 * r.curves["test_accuracy"][-1] for r in self.finished}
+        """The accuracy, or R², at the last epoch, in per cent, of each finished run."""
+        return {r.config.seed: 100 * r.test[-1] for r in self.finished}
 
     def best(self) -> list[float]:
-        return [100 * max(r.curves["test_accuracy"]) for r in self.finished]
+        return [100 * max(r.test) for r in self.finished]
 
     def chosen(self) -> dict[int, float]:
         """By seed, the accuracy at the epoch that is best by held-out data, the first of equals; where some is."""

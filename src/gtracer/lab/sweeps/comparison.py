@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,24 @@ FEW = 5  # runs, below which a difference has to be large to be told from chance
 
 @dataclass(frozen=True)
 class Outcome:
-    """A method's runs: accuracies in per cent at the epoch that is best by held-out data, run by run."""
+    """A method's runs: accuracies, or R², in per cent at the epoch that is best by held-out data, run by run."""
 
     method: str
     held_out: list[float]
     test: list[float]
+    scores: list[float]  # on held-out data, the higher the better
     folders: list[Path]
     diverged: int
+    metric: str = "accuracy"
 
     @property
     def score(self) -> float:
-        return statistics.mean(self.held_out) if self.held_out else float("-inf")
+        return statistics.mean(self.scores) if self.scores else float("-inf")
 
     @property
     def best_run(self) -> Path:
         """The one to use: the best by held-out data."""
-        return self.folders[max(range(len(self.held_out)), key=self.held_out.__getitem__)]
+        return self.folders[max(range(len(self.scores)), key=self.scores.__getitem__)]
 
 
 def study(config: Config, seeds: int, asked: dict[str, Any]) -> Study:
@@ -56,7 +58,7 @@ def study(config: Config, seeds: int, asked: dict[str, Any]) -> Study:
     methods = {name: {"optimizer": optimizer} for name, optimizer in _methods(base).items()}
     left = {name: value for name, value in common.items() if name not in ("optimizer", "seed")}
     title = f"{Path(config.task).stem}: {', '.join(methods)}"
-    about = "Accuracy on test labels as they are; they may be noisy."
+    about = "Accuracy, or R² of real numbers, on test labels as they are; they may be noisy."
     return Study.from_mapping({"title": title, "about": about, "base": left, "seeds": seeds, "methods": methods})
 
 
@@ -87,7 +89,7 @@ def compare(wanted: Study, folder: Path, console: Console, tell: Callable[[str],
 
 
 def _outcome(method: str, configs: list[Config], folder: Path, console: Console) -> Outcome:
-    held_out, test, folders, diverged = [], [], [], 0
+    outcome = Outcome(method, [], [], [], [], 0)
     for config in configs:
         place = folder / config.identity.folder
         console.out(f"{method}, seed {config.seed}", highlight=False)
@@ -95,17 +97,20 @@ def _outcome(method: str, configs: list[Config], folder: Path, console: Console)
             with ProgressBar(console, config.epochs) as bar:
                 record = train(config, place, [bar], resume=None, model=True)
         except DivergedError:
-            diverged += 1
+            outcome = replace(outcome, diverged=outcome.diverged + 1)
             continue
         epoch = best_epoch(record) - 1
-        held_out.append(100 * record.curves["holdout_accuracy"][epoch])
-        test.append(100 * record.curves["test_accuracy"][epoch])
-        folders.append(place)
-    return Outcome(method, held_out, test, folders, diverged)
+        outcome = replace(outcome, metric=record.metric)
+        outcome.held_out.append(100 * record.curves[f"holdout_{record.metric}"][epoch])
+        outcome.test.append(100 * record.test[epoch])
+        outcome.scores.append(record.held_out()[epoch])
+        outcome.folders.append(place)
+    return outcome
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    made = Table(caption="Accuracy in %, at each run's best epoch by held-out data; mean ± standard error over seeds.")
+    what = "Accuracy" if {outcome.metric for outcome in outcomes} == {"accuracy"} else "R²"
+    made = Table(caption=f"{what} in %, at each run's best epoch by held-out data; mean ± standard error over seeds.")
     for heading in ("", "n", "held-out", "test", "diverged"):
         made.add_column(heading, justify="right" if heading else "left")
     for outcome in outcomes:
@@ -117,9 +122,10 @@ def _table(outcomes: list[Outcome]) -> Table:
 def _sentence(outcomes: list[Outcome]) -> str:
     """What came out: the choice is by held-out data alone, and test data says what it is worth."""
     best = max(outcomes, key=lambda outcome: outcome.score)
-    if not best.held_out:
+    if not best.scores:
         raise LabError("all runs diverged: lower --lr")
-    found = f"{best.method} is best by held-out data, with {Estimate.of(best.test)}% on test data"
+    of = "R² of " if best.metric == "r2" else ""
+    found = f"{best.method} is best by held-out data, with {of}{Estimate.of(best.test)}% on test data"
     others = ", ".join(f"{o.method} {Estimate.of(o.test)}%" for o in outcomes if o is not best and o.test)
     n = len(best.test)
     few = f" n = {n} is few: --seeds {FEW} or more." if n < FEW else ""

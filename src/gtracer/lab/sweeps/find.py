@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from gtracer.finder import Branch, RhoCurve, find_rho
 from gtracer.lab import files
@@ -59,7 +58,7 @@ def _found(config: Config, steps: int | None, candidates: list[float] | None) ->
             optimizer=run.optimizer,
             candidates=candidates,
             steps=count,
-            chance=_chance(run.labels),
+            chance=_chance(run),
             tell=None,
         )
     except ValueError as error:
@@ -140,7 +139,7 @@ def _loss(run: Run, batch: Rows) -> Tensor:
         inputs, labels = run.batch(rows)
     with run._precision():
         outputs = (run.evaluated if is_held_out else run.trained)(inputs).float()
-    return cross_entropy(outputs, labels) if is_held_out else run.loss(outputs, labels)
+    return run.plain_loss(outputs, labels) if is_held_out else run.loss(outputs, labels)
 
 
 def _held_out_batch(run: Run, places: Tensor) -> tuple[Any, Tensor]:
@@ -150,7 +149,10 @@ def _held_out_batch(run: Run, places: Tensor) -> tuple[Any, Tensor]:
     return held_out.batch(rows, held_out.batch.width(rows.cpu())), held_out.labels[places.to(run.device)]
 
 
-def _chance(labels: Tensor) -> float:
-    """The loss of who says the labels' frequencies, whatever is asked."""
-    shares = torch.bincount(labels.cpu()).double() / len(labels)
+def _chance(run: Run) -> float:
+    """The loss of who says the labels' frequencies, or their mean, whatever is asked."""
+    labels = run.labels.cpu()
+    if run.target is not None:
+        return float(run.plain_loss(torch.zeros(len(labels), 1), labels))
+    shares = torch.bincount(labels).double() / len(labels)
     return float(torch.special.entr(shares).sum())

@@ -39,6 +39,7 @@ EDGE = 0.05  # of the range, on its logarithm
 # Times the ρ that branches recommend: what is best in the end lies there or above (docs/choosing-rho.md).
 BELOW, ABOVE = 1 / 3, 10
 SHOWN = 10  # trials in the table
+LEAST = 1e-9  # score of a run that did not diverge
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,12 @@ class Trial:
     def error(self, examples: int) -> float:
         """Standard error of the score: what so many held-out examples allow, or what seeds scatter by, if more.
 
+        R², which is no share of examples, comes with none: seeds alone tell then.
+
         >>> round(Trial({}, [0.5], []).error(100), 3), round(Trial({}, [0.4, 0.6], []).error(100), 3)
         (0.05, 0.1)
         """
-        counted = math.sqrt(self.score * (1 - self.score) / (examples * len(self.scores)))
+        counted = math.sqrt(self.score * (1 - self.score) / (examples * len(self.scores))) if examples else 0.0
         n = len(self.scores)
         return max(counted, statistics.stdev(self.scores) / math.sqrt(n) if n > 1 else 0.0)
 
@@ -228,8 +231,8 @@ def tune(
             raise LabError(f"every one of {trials} trials diverged: lower lr, or the ranges")
         chosen = replace(configured(config, best.values), holdout=0.0)
         chosen.write(folder / BEST)
-    examples = _held_out(base)
-    console.print(_table(made, examples, show_test))
+    examples, metric = _held_out(base)
+    console.print(_table(made, examples, metric, show_test))
     for line in _told(best, made, searched, folder, examples):
         console.out(line, highlight=False)
     return chosen
@@ -261,25 +264,30 @@ def _cells(base: Config, values: dict[str, float], seeds: int) -> list[Config]:
 
 def _score(record: Record) -> float:
     """The last epoch's, not the best's: the best is chosen by looking. A run that diverged got nothing right."""
-    return 0.0 if record.failure is not None else record.curves["holdout_accuracy"][-1]
+    if record.failure is not None:
+        return 0.0
+    found = record.curves[f"holdout_{record.metric}"][-1]
+    return max(found, LEAST) if record.metric == "r2" else found  # also of one worse than who always says the mean
 
 
 def _test(record: Record) -> float:
-    return 0.0 if record.failure is not None else record.curves["test_accuracy"][-1]
+    return 0.0 if record.failure is not None else record.test[-1]
 
 
-def _held_out(base: Config) -> int:
-    """How many examples are held out."""
+def _held_out(base: Config) -> tuple[int, str]:
+    """How many examples are held out, where they are counted; and what is measured on them."""
     task = data.load(base)
-    return 0 if task.holdout is None else len(task.holdout.labels)
+    if task.target is not None:
+        return 0, "R²"
+    return 0 if task.holdout is None else len(task.holdout.labels), "accuracy"
 
 
-def _table(made: list[Trial], examples: int, show_test: bool) -> Table:
-    """The best trials, by their accuracy on held-out data."""
+def _table(made: list[Trial], examples: int, metric: str, show_test: bool) -> Table:
+    """The best trials, by their score on held-out data."""
     best = sorted(made, key=lambda trial: -trial.score)[:SHOWN]
     table = Table()
     names = list(best[0].values)
-    for name in [*names, "held-out accuracy", *(["test accuracy"] if show_test else [])]:
+    for name in [*names, f"held-out {metric}", *([f"test {metric}"] if show_test else [])]:
         table.add_column(name, justify="right")
     for trial in best:
         cells = [f"{trial.values[name]:g}" for name in names]
@@ -296,8 +304,9 @@ def _line(fresh: list[Trial], done: int, trials: int) -> str:
 def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path, examples: int) -> list[str]:
     error = best.error(examples)
     level = sum(trial.score >= best.score - error for trial in made) - 1
+    on = f"{examples} held-out examples" if examples else "held-out examples"
     lines = [
-        f"best of {len(made)}: {best.score:.2%} ± {error:.2%} on {examples} held-out examples (labels as noisy as the "
+        f"best of {len(made)}: {best.score:.2%} ± {error:.2%} on {on} (labels as noisy as the "
         f"rest), {_shown(best.values)}; {level} others are within that error"
     ]
     for item in searched:

@@ -45,7 +45,7 @@ class ProgressBar:
         )
         self._told = time.monotonic()
         self._task = self._progress.add_task("", total=epochs)
-        self._accuracy = ""
+        self._score = ""
         self._noted = 0
 
     def __enter__(self) -> ProgressBar:
@@ -65,14 +65,15 @@ class ProgressBar:
             else None
         )
         ratio = "" if stats is None else f"  T {stats.trace_ratio:.3g}"
-        line = f"{self._accuracy}loss {loss:.3f}{ratio}"
+        line = f"{self._score}loss {loss:.3f}{ratio}"
         self._progress.update(self._task, description=line, completed=run.epoch + run.step / run.steps_an_epoch)
         if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
             self._told = time.monotonic()
             self._console.out(f"epoch {run.epoch + 1}/{run.config.epochs}  {line}", highlight=False)
 
     def epoch(self, run: Run, row: dict[str, float]) -> None:
-        self._accuracy = f"accuracy {row['test_accuracy']:.1%}  "
+        told = f"accuracy {row['test_accuracy']:.1%}" if "test_accuracy" in row else f"R² {row['test_r2']:.3f}"
+        self._score = f"{told}  "
 
 
 class TensorBoard:

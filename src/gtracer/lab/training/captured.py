@@ -141,6 +141,7 @@ def _refuse_what_cannot_be_captured(config: Config) -> None:
     reasons = {
         f"optimizer {config.optimizer!r} counts its steps on the CPU": base not in ("sgd", "adam", "adamw"),
         "rho_warmup changes ρ on the CPU": config.rho_warmup > 0,
+        "ema counts its steps on the CPU": config.ema > 0,
         "sharpness is measured outside of the graphs": config.sharpness is not None,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

@@ -67,4 +67,5 @@ def load(run: Run, folder: Path) -> dict[str, Any]:
 
 def _parts(run: Run) -> dict[str, Any]:
     parts = {"model": run.model, "optimizer": run.optimizer, "schedule": run.schedule}
-    return parts | ({} if run.rho_schedule is None else {"rho_schedule": run.rho_schedule})
+    some = {"rho_schedule": run.rho_schedule, "average": run.average}
+    return parts | {name: part for name, part in some.items() if part is not None}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, huber_loss, mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from gtracer.lab import data, models
@@ -21,6 +22,7 @@ from gtracer.lab.errors import DivergedError, LabError, one_line
 from gtracer.lab.kernels.resnet import Fused
 from gtracer.lab.models.encoders import Classifier
 from gtracer.lab.training import optimizers
+from gtracer.lab.training.average import Average
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import ProcessGroup
 from gtracer.lab.training.schedule import learning_rate_factor
@@ -90,9 +92,11 @@ class Run:
             self.trained = self.evaluated = Fused(self.model, DTYPES[config.precision])
         if self.processes.world > 1:  # the same weights everywhere, but not the same dropout and augmentation
             torch.manual_seed(config.seed * 1_000_003 + self.processes.rank)
+        self.average = Average(self.model, config.ema) if config.ema else None
         self.train_batch = built.batches(task.train, self.device)
         self.labels = task.train.labels.to(self.device)
         self.class_weights = _weights(self.labels, task.classes) if config.class_weights else None
+        self.target = task.target
         self.test = self._evaluation_data(built.batches(task.test, self.device), task.test)
         self.holdout = None
         if task.holdout is not None:
@@ -150,10 +154,25 @@ class Run:
         if not math.isfinite(loss):
             raise DivergedError(f"the loss or its gradient is not finite in epoch {self.epoch + 1}: lower lr or rho")
 
-    def loss(self, outputs: Tensor, labels: Tensor, **reduced: Any) -> Tensor:
-        """What is trained by; evaluations take the plain cross-entropy."""
+    def loss(self, outputs: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """What is trained by. Padding rows do not count."""
+        if self.target is not None:
+            return self._distance(outputs, labels, reduction)
         smoothing = self.config.label_smoothing
-        return cross_entropy(outputs, labels, self.class_weights, label_smoothing=smoothing, **reduced)
+        return cross_entropy(outputs, labels, self.class_weights, label_smoothing=smoothing, reduction=reduction)
+
+    def plain_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """What is evaluated by: without smoothing and weights."""
+        return cross_entropy(outputs, labels) if self.target is None else self._distance(outputs, labels)
+
+    def _distance(self, outputs: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Of real numbers, in deviations of the training data."""
+        distance = huber_loss if self.config.loss == "huber" else mse_loss
+        found = outputs.squeeze(1)
+        if reduction != "mean":  # a batch that processes share: NaN is the label of its padding rows
+            kept = ~labels.isnan()
+            found, labels = found[kept], labels[kept]
+        return distance(found, labels, reduction=reduction)
 
     def update(self, inputs: Any, labels: Tensor, of: int) -> Tensor:
         """One step of the optimiser; the loss before it, such that the mean over the processes is the batch's."""
@@ -167,7 +186,7 @@ class Run:
                 raise LabError(f"{what}; choose another batch_size or model") from error
             if self.processes.world == 1:
                 return self.loss(outputs, labels)
-            return self.loss(outputs, labels, reduction="sum", ignore_index=IGNORED) * (self.processes.world / of)
+            return self.loss(outputs, labels, reduction="sum") * (self.processes.world / of)
 
         if isinstance(self.optimizer, TwoPassOptimizer):
             found: Tensor = self.optimizer.step(loss_of, inputs, labels)
@@ -200,28 +219,44 @@ class Run:
     def measured(self) -> dict[str, Tensor]:
         """How good the model is: on the test data, on held-out data, and on mislabelled examples."""
         self.processes.as_first(self.model.buffers())
-        logits = self._logits(self.test)
-        found = {
-            "test_accuracy": accuracy(logits, self.test.labels),
-            "test_loss": cross_entropy(logits, self.test.labels),
-        }
+        with self.kept():
+            self.processes.as_first(self.model.buffers())
+            return self._measured()
+
+    def kept(self) -> AbstractContextManager[None]:
+        """The model has the weights that are evaluated and kept, inside this block."""
+        return nullcontext() if self.average is None else self.average.inside()
+
+    def _measured(self) -> dict[str, Tensor]:
+        outputs = self._outputs(self.test)
+        found = self._scores("test", outputs, self.test.labels)
+        found["test_loss"] = self.plain_loss(outputs, self.test.labels)
         if self.holdout is not None:  # against the labels it has: nobody tunes on the truth
-            found["holdout_accuracy"] = accuracy(self._logits(self.holdout), self.holdout.labels)
+            found |= self._scores("holdout", self._outputs(self.holdout), self.holdout.labels)
         if self.mislabelled is not None:
-            logits = self._logits(self.mislabelled)
-            found["memorised"] = accuracy(logits, self.mislabelled.labels)
-            found["recovered"] = accuracy(logits, self.mislabelled.truth)
+            outputs = self._outputs(self.mislabelled)
+            found["memorised"] = accuracy(outputs, self.mislabelled.labels)
+            found["recovered"] = accuracy(outputs, self.mislabelled.truth)
         return found
+
+    def _scores(self, part: str, outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """How good outputs are, by the names of the record's curves."""
+        if self.target is None:
+            return {f"{part}_accuracy": accuracy(outputs, labels)}
+        given, wanted = outputs.squeeze(1).double(), labels.double()
+        rmse = (given - wanted).square().mean().sqrt()
+        return {f"{part}_r2": r2(given, wanted), f"{part}_rmse": rmse * self.target.deviation}
 
     @torch.no_grad()
     def tested(self) -> tuple[Tensor, Tensor, Tensor]:
         """How sure the model is of each test example's class, that class, and the label; on the CPU."""
-        self.processes.as_first(self.model.buffers())
-        sure, predicted = self._logits(self.test).softmax(1).max(1)
+        with self.kept():
+            self.processes.as_first(self.model.buffers())
+            sure, predicted = self._outputs(self.test).softmax(1).max(1)
         return sure.cpu(), predicted.cpu(), self.test.labels.cpu()
 
     @torch.no_grad()
-    def _logits(self, data: EvaluationData) -> Tensor:
+    def _outputs(self, data: EvaluationData) -> Tensor:
         """The model's outputs for these examples."""
         self.model.eval()
         with self._precision():
@@ -232,7 +267,7 @@ class Run:
 def _refuse_outputs_beyond_memory(task: Task) -> None:
     """Before anything is trained: all outputs for the test data are held at once."""
     largest = max(len(split.labels) for split in (task.test, task.holdout) if split is not None)
-    size = 4 * largest * task.classes
+    size = 4 * largest * task.outputs
     if size > MOST_OUTPUTS:
         raise LabError(
             f"there are {task.classes:,} classes: outputs for {largest:,} examples would take {size >> 30} GiB; "
@@ -263,3 +298,8 @@ def _weights(labels: Tensor, classes: int) -> Tensor:
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(1) == labels).double().mean()
+
+
+def r2(given: Tensor, wanted: Tensor) -> Tensor:
+    """R², the share of variance that is explained; NaN where there is none, as of a single example."""
+    return 1 - (given - wanted).square().sum() / (wanted - wanted.mean()).square().sum()

@@ -47,7 +47,8 @@ class Eager:
         made = run.batches([mine for mine, _ in shares])
         for rows, (mine, counted), (inputs, labels) in zip(batches, shares, made, strict=True):
             if counted < len(mine):  # padding rows, excluded from the loss
-                labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], IGNORED)])
+                ignored = math.nan if labels.is_floating_point() else IGNORED
+                labels = torch.cat([labels[:counted], torch.full_like(labels[counted:], ignored)])
             yield self._make(inputs, labels, len(rows))
 
     def _make(self, inputs: Any, labels: Tensor, of: int) -> float:
@@ -61,6 +62,8 @@ class Eager:
                 raise
             loss = math.nan  # torch refuses a product of hyper-parameters that no 32 bits hold
         run.require_finite(loss)
+        if run.average is not None:
+            run.average.update()
         run.schedule.step()
         if run.rho_schedule is not None:
             run.rho_schedule.step()
