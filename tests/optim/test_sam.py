@@ -103,3 +103,15 @@ def test_a_gradient_whose_square_overflows():
     opt = SAM(torch.optim.SGD([w], lr=0.0), rho=0.1, nonfinite="ignore")
     opt.step(lambda: seen.append(w.detach().clone()) or (w * 3e38).sum() / 2)
     assert torch.equal(seen[1], seen[0])
+
+
+def test_its_rho_does_not_set_itself():
+    """For all groups, for one of them, and for one that comes later."""
+    here, later = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    for groups, own in (([here], {"rho": "auto"}), ([{"params": [here], "rho": "auto"}], {})):
+        with pytest.raises(ValueError, match=r"rho = 'auto' is for TRACER.*pass a number, such as 0.05, or let"):
+            SAM(torch.optim.SGD(groups, lr=0.1), **own)
+    opt = SAM(torch.optim.SGD([here], lr=0.1))
+    with pytest.raises(ValueError, match="SAM's rho is another quantity"):
+        opt.add_param_group({"params": [later], "rho": "auto"})
+    assert len(opt.param_groups) == len(opt.base.param_groups) == 1

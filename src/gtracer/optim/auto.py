@@ -7,7 +7,8 @@ where it starts until the net memorises. Two cosines tell:
 
 - Of the gradients of successive batches, s. A step on one example lowers the loss of another by s of what it lowers its
   own. An epoch of m steps lowers the loss of each example once by itself and m times by s: where m s is small, what is
-  learnt is that example's own label.
+  learnt is that example's own label. That takes an epoch to show, and s an average of many steps to be known; where
+  there is doubt ρ does not rise.
 - Of ∇L and ∇T. Confidently predicted examples with a wrong label have a large gradient and hardly any curvature, so
   where they rule the two do not point the same way. Where they do, ρ∇T stands in the way of ∇L.
 
@@ -43,8 +44,9 @@ BEFORE = "rho_before"  # in the state: the direction of the gradient of the step
 SAMPLED = 2**20  # coordinates that the gradients are compared in, of nets with more
 State = dict[Tensor, dict[str, Any]]
 
-# The averages, and what share of each is kept from one value to the next.
-AGREEMENT, ALIGNMENT, TRAIN, HELD_OUT = range(4)
+# The averages, and what share of each is kept from one value to the next; that of s depends on how long an epoch is.
+# The third is of s², or with held-out data of the training loss.
+AGREEMENT, ALIGNMENT, THIRD, HELD_OUT = range(4)
 KEPT = (0.975, 0.95, 0.97, 0.75)
 
 
@@ -58,8 +60,9 @@ class Controller:
         start: ρ at first, which is also the lowest.
         high: The highest.
         wait, rise: Steps at ρ = 0, and those over which ρ then rises to its start.
-        first: Step of the first decision.
-        every: Steps from one decision to the next.
+        first: Step of the first decision, and steps that s is averaged over; an epoch, where that is longer.
+        every: Steps from one decision to the next; more by as much as an epoch is longer than `first`.
+        sure: Standard errors by which s has to be below its bounds, where an epoch is long or nobody knows.
         pace: By how much log ρ moves at most.
         most: What ‖ρ∇T‖/‖∇L‖ is cut off at.
         on_device: Whether ρ is kept where a CUDA graph can move it. The groups then hold `start`, which a graph has
@@ -68,12 +71,13 @@ class Controller:
 
     held_out: Callable[[], Tensor] | None = None
     steps_per_epoch: int | None = None
-    start: float = 1e-4
+    start: float = 1e-5
     high: float = 1e-2
     wait: int = 20
     rise: int = 80
     first: int = 40
     every: int = 10
+    sure: float = 3.0
     pace: float = 0.7
     most: float = 2.0
     on_device: bool = False
@@ -97,6 +101,27 @@ class Controller:
         m = self.steps_per_epoch
         return (0.01, 0.03, 0.1) if m is None else (min(0.04, 3 / m), min(0.07, 5 / m), min(0.08, 6 / m))
 
+    @property
+    def window(self) -> int:
+        """Steps that s is averaged over. Before an example has come back nothing is memorised."""
+        return max(self.first, self.steps_per_epoch or 0) if self.held_out is None else self.first
+
+    @property
+    def pause(self) -> int:
+        """Steps from one decision to the next."""
+        return self.every * self.window // self.first
+
+    @property
+    def doubt(self) -> float:
+        """How many standard errors of s stand between it and its bounds, which an epoch of m steps narrows to 1/m."""
+        return self.sure * max(0.0, 1 - self.first / (self.steps_per_epoch or math.inf))
+
+    @property
+    def kept(self) -> tuple[float, ...]:
+        """Of each average."""
+        own = 1 - 1 / self.window
+        return KEPT if self.held_out is not None else (own, KEPT[ALIGNMENT], own, KEPT[HELD_OUT])
+
     def note(self, opt: TwoPassOptimizer, step: Step, place: Tensor | None = None) -> None:
         """Learn from a step that was made, and set ρ for the next. `COUNT` is that step's number still.
 
@@ -110,18 +135,19 @@ class Controller:
         numbers = _numbers(opt, pairs[0][0])
         alignment = step.stats.alignment if (step.due or step.renewed) and step.stats is not None else None
         if self.held_out is None:
-            _follow(numbers, [_agreement(state, pairs), alignment, None, None])
+            s = _agreement(state, pairs)
+            _follow(numbers, [s, alignment, None if s is None else s.square(), None], self.kept)
         else:
-            _follow(numbers, [None, alignment, step.loss, step.held_out])
+            _follow(numbers, [None, alignment, step.loss, step.held_out], self.kept)
         if place is not None:
             log_rho, now = place.unbind()
-            decides = (now >= self.first) & ((now + 1) % self.every == 0)
+            decides = (now >= self.window) & ((now + 1) % self.pause == 0)
             moved = (log_rho + self._move(numbers, opt)).clamp(math.log(self.start), math.log(self.high))
             place.copy_(torch.stack([torch.where(decides, moved, log_rho), now + 1]))
             return
         groups = [group for group in opt.param_groups if group.get(IS_AUTO)]
         log_rho = groups[0].get(LOG_RHO, math.log(self.start))
-        if count >= self.first and (count + 1) % self.every == 0:
+        if count >= self.window and (count + 1) % self.pause == 0:
             log_rho += float(self._move(numbers, opt))
             log_rho = min(math.log(self.high), max(math.log(self.start), log_rho))
         for group in groups:
@@ -130,12 +156,16 @@ class Controller:
 
     def _move(self, numbers: Tensor, opt: TwoPassOptimizer) -> Tensor:
         """What is added to log ρ."""
-        agreement, alignment, train, held_out = (numbers[:, 0] / numbers[:, 1].clamp_min(1e-30)).unbind()
+        agreement, alignment, third, held_out = (numbers[:, 0] / numbers[:, 1].clamp_min(1e-30)).unbind()
         if self.held_out is None:
-            full, none, falls = self.bounds
-            up, down = (none - agreement) / (none - full), 3 * (agreement - falls)
+            (full, none, falls), kept = self.bounds, self.kept[AGREEMENT]
+            spread = (third - agreement.square()).clamp_min(0).sqrt()
+            error = spread * math.sqrt((1 - kept) / (1 + kept))
+            # Where s is negative batches undo what others did: that is noise, and little of it is kept.
+            known = agreement + self.doubt * (error + (-agreement).clamp_min(0))
+            up, down = (none - known) / (none - full), 3 * (agreement - falls)
         else:
-            gap = 1 - processes.mean_of(train, opt.model) / processes.mean_of(held_out, opt.model)
+            gap = 1 - processes.mean_of(third, opt.model) / processes.mean_of(held_out, opt.model)
             up, down = (gap - 0.15) / 0.1, 3 * (0.05 - gap)
         free = (0.7 - alignment) / 0.1
         moved = self.pace * up.clamp(0, 1) * free.clamp(0, 1) - down.clamp(0, self.pace)
@@ -198,17 +228,17 @@ def _dtype_for(p: Tensor) -> torch.dtype:
     return torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
-def _follow(numbers: Tensor, values: list[Tensor | None]) -> None:
+def _follow(numbers: Tensor, values: list[Tensor | None], kept: tuple[float, ...]) -> None:
     """Let each average follow its value, if there is one and it is finite; nobody waits for the device."""
     missing = numbers.new_full((), math.nan)
     told = torch.stack([missing if x is None else x.detach().reshape(()).to(numbers) for x in values]).unsqueeze(1)
-    new = torch.lerp(torch.cat([told, torch.ones_like(told)], 1), numbers, _kept(numbers.dtype, numbers.device))
+    new = torch.lerp(torch.cat([told, torch.ones_like(told)], 1), numbers, _kept(kept, numbers.dtype, numbers.device))
     numbers.copy_(torch.where(torch.isfinite(told), new, numbers))
 
 
 @cache
-def _kept(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(KEPT, dtype=dtype, device=device).unsqueeze(1)
+def _kept(kept: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(kept, dtype=dtype, device=device).unsqueeze(1)
 
 
 def _agreement(state: State, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:

@@ -641,9 +641,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with a number for a ρ that sets itself."""
         key = self.rho_key
-        if group[key] == AUTO and self.controller is not None:
-            return group | {key: 0.0, IS_AUTO: True}
-        return group
+        if group[key] != AUTO:
+            return group
+        if self.controller is None:
+            raise ValueError(
+                f"rho = 'auto' is for TRACER, and {type(self).__name__}'s rho is another quantity: pass a number, "
+                "such as 0.05, or let gtracer.find_rho find one"
+            )
+        return group | {key: 0.0, IS_AUTO: True}
 
     @property
     def sets_rho(self) -> bool:
