@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 def from_scratch() -> Settings:
     """For training from scratch where nothing was searched: ρ sets itself, from zero on.
 
-    It does not end at chance where a fixed 0.003 does (docs/choosing-rho.md, 21 small problems).
+    It does not end at chance where a fixed 0.003 does (docs/choosing-rho.md, small problems).
     """
     return {"rho": AUTO}
 
