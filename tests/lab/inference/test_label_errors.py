@@ -116,17 +116,6 @@ def test_models_of_other_data_are_not_used_again(run, tmp_path):
         label_errors.retrain(found, trained, tmp_path)
 
 
-def test_what_is_left_makes_no_batch_of_one(run, tmp_path):
-    """Batch norm refuses it; how many examples are flagged is nobody's choice."""
-    trained, task = load(run), data.load(NOISY)
-    count = len(task.train.labels)
-    flagged = numpy.arange(count + len(task.holdout.labels)) < count % NOISY.batch_size - 1
-    found = label_errors.Suspects(task, trained.classes, [], None, flagged, [])
-    assert len(found.cleaned().train.labels) % NOISY.batch_size == 1
-    record, _ = label_errors.retrain(found, trained, tmp_path)
-    assert record.resolved["examples"] % NOISY.batch_size == 0
-
-
 def test_ctrl_c_says_how_to_go_on(run, tmp_path, monkeypatch):
     """By this command: `gtracer train --resume` on a fold would take all of the data."""
 

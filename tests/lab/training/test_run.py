@@ -12,6 +12,7 @@ from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.errors import Interrupted, LabError
 from gtracer.lab.results.record import Record
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.lab.training.steps import Eager
@@ -27,6 +28,21 @@ def test_warm_up_of_learning_rate_and_rho(tmp_path):
     record = train(config, tmp_path, [])
     assert record.curves["lr"] == pytest.approx([0.02 * 7 / 12, 0.02, 0.02 * 6 / 12, 0.0])
     assert record.curves["rho"] == pytest.approx([0.01 * 7 / 18, 0.01 * 13 / 18, 0.01, 0.01])
+
+
+def test_a_last_batch_of_one_goes_with_the_one_before_where_there_is_batch_norm(tmp_path):
+    """1347 examples: two batches of 673 and one of one. Alone, and as it is captured, in each epoch."""
+    config = replace(SMALL, batch_size=673, epochs=2)
+    found = Run(config)
+    assert (found.sizes, found.steps_an_epoch) == ([673, 674], 2)
+    assert Run(replace(config, model="mlp-ln")).sizes == [673, 673, 1]
+    assert Run(replace(config, batch_size=449)).sizes == [449, 449, 449]
+    assert Run(replace(config, batch_size=2000)).sizes == [1347]
+    plain = train(config, tmp_path / "plain", [])
+    (*_, event) = CudaGraphs(1)([(config, tmp_path / "captured")])
+    assert event.failure is None
+    captured = Record.read(tmp_path / "captured")
+    assert captured.curves["train_loss"] == pytest.approx(plain.curves["train_loss"], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -180,9 +180,6 @@ def retrain(found: Suspects, trained: Trained, out: Path, console: Console | Non
 def _trained_again(trained: Trained, place: Path, task: Task, console: Console | None) -> Record:
     """As the run was, on other data. The record may be there; not one of before labels were mended."""
     config = replace(trained.config, device=str(trained.device))
-    count = len(task.train.labels)
-    if count > 1 and count % config.batch_size == 1:  # a last batch of one, which batch norm refuses; nobody chose it
-        task = replace(task, train=task.train.rows(torch.arange(count - 1)))
     mark = _checksum(task).encode()
     if files.exists(place / MARK) and files.read(place / MARK) != mark:
         shutil.rmtree(place)

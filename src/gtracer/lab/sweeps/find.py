@@ -118,7 +118,7 @@ def _training(run: Run, steps: int) -> list[Rows]:
     """The rows of so many steps, epoch by epoch in the run's own order."""
     found: list[Rows] = []
     while len(found) < steps:
-        found += [(False, rows) for rows in torch.split(run.order(), run.config.batch_size)]
+        found += [(False, rows) for rows in torch.split(run.order(), run.sizes)]
         run.epoch += 1
     run.epoch = 0
     return found[:steps]

@@ -40,9 +40,7 @@ class Captured:
         self.run.generator = torch.Generator(device).manual_seed(config.seed)
         if isinstance(self.run.optimizer, TwoPassOptimizer):  # whether the loss is finite is asked after each epoch
             self.run.optimizer.prepare_capture()
-        size, n = config.batch_size, len(self.run.labels)
-        self.sizes = [size] * (n // size) + [n % size] * (n % size > 0)
-        total = len(self.sizes) * config.epochs
+        total, n = self.run.steps_an_epoch * config.epochs, len(self.run.labels)
         (factor,) = self.run.schedule.lr_lambdas
         self.table = torch.tensor([config.lr * factor(step) for step in range(total + 1)], device=device)
         self.order, self.counting = (torch.arange(n, device=device) for _ in range(2))
@@ -54,13 +52,13 @@ class Captured:
     def rest_of_epoch(self) -> Generator[None]:
         """Hand the steps that are left of this epoch to the device, with a pause for others now and then."""
         run, order = self.run, self.run.order()
-        widths = [run.train_batch.width(rows) for rows in torch.split(order, run.config.batch_size)]
+        widths = [run.train_batch.width(rows) for rows in torch.split(order, run.sizes)]
         with self.stream.active():
             self.order.copy_(order, non_blocking=True)
             self.place.fill_(run.step * run.config.batch_size)
-            self.count.fill_(run.epoch * len(self.sizes) + run.step)
+            self.count.fill_(run.epoch * len(run.sizes) + run.step)
             self.sums.copy_(torch.tensor(list(run.sums.values()), dtype=torch.float64))
-        for shape in list(zip(self.sizes, widths, strict=True))[run.step :]:
+        for shape in list(zip(run.sizes, widths, strict=True))[run.step :]:
             done = self._count()
             self.stream.do((*shape, done % run.config.interval), partial(self._step, *shape))
             run.step += 1
@@ -70,7 +68,7 @@ class Captured:
     def _count(self) -> int:
         """How many steps are made; the optimiser is told, since a replay does not count."""
         run = self.run
-        done = run.epoch * len(self.sizes) + run.step
+        done = run.epoch * len(run.sizes) + run.step
         if isinstance(run.optimizer, TwoPassOptimizer):
             run.optimizer.steps = done
         return done

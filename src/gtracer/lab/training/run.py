@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, huber_loss, mse_loss
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
 from gtracer.lab import data, models
@@ -108,7 +109,8 @@ class Run:
         parts = {"train": task.train, "holdout": task.holdout, "test": task.test}
         self.splits = {name: list(part.ids) for name, part in parts.items() if part is not None}
 
-        self.steps_an_epoch = math.ceil(len(self.labels) / config.batch_size)
+        self.sizes = _sizes(len(self.labels), config.batch_size, self.model)
+        self.steps_an_epoch = len(self.sizes)
         if isinstance(self.optimizer, TwoPassOptimizer):
             self.optimizer.steps_per_epoch = self.steps_an_epoch
         total = self.steps_an_epoch * config.epochs
@@ -294,6 +296,14 @@ def _weights(labels: Tensor, classes: int) -> Tensor:
     """Of each class in the loss, such that the mean over the examples is 1; a class without examples counts nothing."""
     counts = torch.bincount(labels, minlength=classes).float()
     return torch.where(counts > 0, len(labels) / ((counts > 0).sum() * counts.clamp(min=1)), 0.0)
+
+
+def _sizes(examples: int, size: int, model: nn.Module) -> list[int]:
+    """Of the batches of an epoch. Batch norm takes no batch of one: that one goes into the batch before it."""
+    sizes = [size] * (examples // size) + [examples % size] * (examples % size > 0)
+    if sizes[1:] and sizes[-1] == 1 and any(isinstance(module, _BatchNorm) for module in model.modules()):
+        sizes[-2:] = [sizes[-2] + 1]
+    return sizes
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

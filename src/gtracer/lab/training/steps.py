@@ -42,7 +42,7 @@ class Eager:
     def rest_of_epoch(self) -> Iterator[float]:
         run = self.run
         run.model.train()
-        batches = torch.split(run.order(), run.config.batch_size)[run.step :]
+        batches = torch.split(run.order(), run.sizes)[run.step :]
         shares = [run.processes.share(rows) for rows in batches]
         made = run.batches([mine for mine, _ in shares])
         for rows, (mine, counted), (inputs, labels) in zip(batches, shares, made, strict=True):
