@@ -318,7 +318,7 @@ def test_the_study_of_sharpness_runs(tmp_path):
     """One epoch, two methods; a second time nothing is made again."""
     words = ["--problems", "digits, clean", "--methods", "SGD", "TRACER", "--epochs", "1", "--seeds", "1"]
     words += ["--examples", "64", "--steps", "2", "--out", str(tmp_path)]
-    printed = study("sharpness", *words)
+    printed = study("flatness", *words)
     file = tmp_path / "results.jsonl"
     before = file.read_bytes()
     rows = [json.loads(line) for line in before.splitlines()]
@@ -329,14 +329,14 @@ def test_the_study_of_sharpness_runs(tmp_path):
     assert rows[1]["last"]["test_accuracy"] == last
     assert f"TRACER, ρ {rows[1]['rho']:g}" in printed
     assert (tmp_path / "digits-clean.svg").exists()
-    again = study("sharpness", *words)
+    again = study("flatness", *words)
     assert file.read_bytes() == before
     assert again.split("digits, clean\n")[-1] == printed.split("digits, clean\n")[-1]
 
 
 def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
     monkeypatch.syspath_prepend(str(STUDIES))
-    module = importlib.import_module("sharpness")
+    module = importlib.import_module("flatness")
     rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
     assert len(rows) == 30
     page = (ROOT / "docs" / "sharpness.md").read_text().split("## What came out")[1]

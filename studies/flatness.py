@@ -1,7 +1,7 @@
 """Does TRACER find flatter minima, by which measure, and does flatness go with accuracy?
 
-    python studies/sharpness.py --problems "digits, clean" "digits, 50% noise" --out runs/sharpness
-    python studies/sharpness.py --problems "cifar100, setting 1" "cifar100, setting 4" "resnet32, 20% noise" \
+    python studies/flatness.py --problems "digits, clean" "digits, 50% noise" --out runs/sharpness
+    python studies/flatness.py --problems "cifar100, setting 1" "cifar100, setting 4" "resnet32, 20% noise" \
         "resnet32, 60% noise" --data DIR --device cuda --out runs/sharpness-gpu
 
 SGD, SAM, SGD-TRACER, scale-free SGD-TRACER and SGD-TRACER with the penalty of every 8th step; ρ is the best of some
