@@ -127,7 +127,7 @@ def test_what_no_run_of_a_study_has_a_use_for(tmp_path, capsys):
 )
 def test_what_is_missing_is_named(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "two.csv").write_text("body,label\na,x\nb,y\n")
+    (tmp_path / "two.csv").write_text("body,label\na,x\nb,y\nc,x\nd,y\n")
     assert cli.main(words) == 1
     assert message in capsys.readouterr().err
 

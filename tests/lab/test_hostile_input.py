@@ -74,7 +74,8 @@ def test_words_for_options(tmp_path, capsys):
     all_refused([*single, *flags, *pairs], capsys, 90)
 
 
-def test_words_out_of_range(tmp_path, capsys):
+def test_words_out_of_range(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     wrong = {
         "lr": ("0", "-1", "inf", "1e999"),
         "momentum": ("1", "2", "-0.1", "nan"),

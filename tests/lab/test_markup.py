@@ -12,6 +12,7 @@ from rich.console import Console
 from gtracer import cli, lab
 from gtracer.lab import demo
 from gtracer.lab.config import Config
+from gtracer.lab.inference import sharpness
 from gtracer.lab.results import summary
 from gtracer.lab.results.statistics import Results
 from gtracer.lab.sweeps import tune
@@ -19,6 +20,7 @@ from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 from gtracer.lab.training.callbacks import ProgressBar
+from gtracer.sharpness.result import Row
 from support.records import made_up
 
 # A closing tag that closes nothing is an error in rich; an opening one vanishes; an emoji's name becomes its picture.
@@ -108,6 +110,14 @@ def test_the_demo(word, tmp_path, monkeypatch):
     assert printed(console).endswith(f"Report with curves: {page}\n")
 
 
+@pytest.mark.parametrize("word", FOLDERS)
+def test_sharpness(word):
+    measured = SimpleNamespace(rows=lambda: [Row("trace", "trace", 1.0, None, False)])
+    console = printing()
+    console.print(sharpness.table([(word, measured)]))
+    assert word in printed(console).replace("\n", "")
+
+
 def calls():
     """Every call in the lab and the command line: the name that is called, and the call."""
     for path in [*Path(lab.__file__).parent.rglob("*.py"), Path(cli.__file__)]:
@@ -127,7 +137,7 @@ def test_nothing_else_prints_text():
             titles.append(named["title"])
         elif name == "TextColumn" and "{" in ast.unparse(call.args[0]):
             columns.append(named.get("markup"))
-    assert set(printed) == {"summary.table", "table", "_table", "found.table"}
+    assert set(printed) == {"summary.table", "sharpness.table", "table", "_table", "found.table"}
     assert titles
     assert all(title.startswith("Text(") for title in titles)
     assert columns == ["False"] * 3

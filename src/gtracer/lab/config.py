@@ -64,6 +64,10 @@ FINE_TUNING: dict[str, Any] = {
 }
 
 
+# Options that older runs did not have: where they are not set, runs are called what they were called.
+LATER = {"loss": None, "ema": 0.0, "sharpness": None}
+
+
 def option(default: Any, text: str) -> Any:
     """A field with the help text that the command line shows."""
     return field(default=default, metadata={"help": text})
@@ -208,8 +212,7 @@ class Config:
     @property
     def folder(self) -> str:
         """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
-        # Without an option that older runs did not have, they are called what they were called.
-        told = {name: x for name, x in self.to_mapping().items() if (name, x) != ("sharpness", None)}
+        told = {name: x for name, x in self.to_mapping().items() if name not in LATER or x != LATER[name]}
         mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -95,28 +95,28 @@ class Controller:
         """Whether this step looks at held-out data."""
         return self.held_out is not None and (count + 1) % self.every == 0
 
-    @property
+    @cached_property
     def bounds(self) -> tuple[float, float, float]:
         """The agreement of batches up to which ρ rises in full, from which it does not rise, from which it falls."""
         m = self.steps_per_epoch
         return (0.01, 0.03, 0.1) if m is None else (min(0.04, 3 / m), min(0.07, 5 / m), min(0.08, 6 / m))
 
-    @property
+    @cached_property
     def window(self) -> int:
         """Steps that s is averaged over. Before an example has come back nothing is memorised."""
         return max(self.first, self.steps_per_epoch or 0) if self.held_out is None else self.first
 
-    @property
+    @cached_property
     def pause(self) -> int:
         """Steps from one decision to the next."""
         return self.every * self.window // self.first
 
-    @property
+    @cached_property
     def doubt(self) -> float:
         """How many standard errors of s stand between it and its bounds, which an epoch of m steps narrows to 1/m."""
         return self.sure * max(0.0, 1 - self.first / (self.steps_per_epoch or math.inf))
 
-    @property
+    @cached_property
     def kept(self) -> tuple[float, ...]:
         """Of each average."""
         own = 1 - 1 / self.window

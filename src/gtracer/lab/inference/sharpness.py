@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from gtracer import sharpness
@@ -156,7 +157,7 @@ def table(measured: Sequence[tuple[str, Sharpness]]) -> Table:
     made = Table()
     made.add_column("")
     for name, _ in measured:
-        made.add_column(name, justify="right")
+        made.add_column(Text(name), justify="right")
     made.add_column("invariant")
     rows = [{row.name: row for row in each.rows()} for _, each in measured]
     for name in dict.fromkeys(name for row in rows for name in row):
