@@ -1,10 +1,11 @@
 """Copies of a model's buffers: in the same memory from step to step, and still all of them."""
 
+import pytest
 import torch
 from torch import nn
 
 from gtracer import SGDTracer
-from gtracer.scopes import Copies, PooledStatistics, frozen_statistics
+from gtracer.scopes import Buffers, Copies, PooledStatistics, frozen_statistics
 
 
 class Counting(nn.Module):
@@ -122,3 +123,19 @@ def test_pooled_statistics_of_every_kind():
     assert model.seen.dtype == torch.bool
     assert model.mask is mask
     assert model.mask.tolist() == [0.0, -torch.inf]  # −∞ has not moved, and is no NaN
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_restored_unless_a_number_on_the_device_says_all_is_well(contiguous):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(2))
+    model.register_buffer("table", torch.arange(6.0).view(2, 3) if contiguous else torch.arange(6.0).view(3, 2).T)
+    before = contents(model)
+    kept = Buffers(model)
+    model[0](torch.randn(5, 3))
+    model.table.add_(1)
+    after = contents(model)
+    kept.restore_unless(torch.ones(()))
+    assert all(map(torch.equal, contents(model), after))
+    kept.restore_unless(torch.zeros(()))
+    assert all(map(torch.equal, contents(model), before))
+    assert not all(map(torch.equal, after, before))

@@ -227,3 +227,19 @@ def test_refusals(make, match):
     setting = Setting()
     with pytest.raises(ValueError, match=match):
         joint_step(make(setting), setting.loss, setting.x[0], setting.y[0])
+
+
+def test_an_overflow_under_a_scaler_displaces_nothing_to_infinity():
+    """Without `model=` nothing else keeps batch norm's statistics finite."""
+    setting = Setting()
+    opts = [SGDTracer(part.parameters(), lr=0.1, **OWN) for part in (setting.body, setting.head)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.detach().clone() for p in setting.net.parameters()]
+    scaler.scale(setting.loss(setting.x[0], setting.y[0])).backward()
+    setting.body[0].weight.grad.fill_(torch.inf)
+    with joint_perturbed(opts, scaler=scaler):
+        assert all(p.isfinite().all() for p in setting.net.parameters())
+        scaler.scale(setting.loss(setting.x[0], setting.y[0])).backward()
+    for opt in opts:
+        scaler.step(opt)
+    assert all(map(torch.equal, setting.net.parameters(), before))

@@ -100,10 +100,27 @@ def test_sam_arguments(name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rho", -1.0), ("beta", 2.0), ("delta", "x"), ("f0", -1.0), ("nonfinite", "x")]
+    ("name", "value"),
+    [("rho", -1.0), ("beta", 2.0), ("delta", "x"), ("f0", -1.0), ("nonfinite", "x"), ("model", "resnet")],
 )
 def test_penalty_arguments(name, value):
     refused(lambda: TracerPenalty([weight()], **{name: value}), name, value)
+
+
+def test_a_step_alone_where_no_second_pass_is_due_is_that_of_a_closure():
+    one, two = make(tanh_mlp), make(tanh_mlp)
+    by_closure, alone = (SGDTracer(p.model.parameters(), lr=0.1, rho=0.1, interval=2) for p in (one, two))
+    for opt, problem in ((by_closure, one), (alone, two)):
+        opt.step(lambda problem=problem: problem.loss_of(0))
+    assert not alone.second_pass_due
+    by_closure.step(lambda: one.loss_of(1))
+    alone.zero_grad()
+    two.loss_of(1).backward()
+    alone.step()
+    assert all(map(torch.equal, one.weights(), two.weights()))
+    two.loss_of(2).backward()
+    with pytest.raises(RuntimeError, match="without the second pass"):
+        alone.step()
 
 
 @pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
