@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 import torch
@@ -41,6 +42,16 @@ def _gradients():
     left = torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert left
+
+
+@pytest.fixture(autouse=True)
+def _modules(tmp_path_factory):
+    """A module that a test has written and imported is not the next test's of the same name."""
+    before, written = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
+            del sys.modules[name]
 
 
 @pytest.fixture

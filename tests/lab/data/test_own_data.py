@@ -237,10 +237,6 @@ class TestPython:
     def _module(self, tmp_path, monkeypatch):
         (tmp_path / "mydata.py").write_text(MODULE)
         monkeypatch.chdir(tmp_path)
-        yield
-        import sys
-
-        sys.modules.pop("mydata", None)
 
     def test_one_data_set_is_split(self):
         task = data.load(Config(task="mydata:shapes"))

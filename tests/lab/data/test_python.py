@@ -1,7 +1,5 @@
 """Functions of the user's own that do not give what they should: a line each, which names the place."""
 
-import sys
-
 import pytest
 
 from gtracer.lab import data
@@ -73,8 +71,6 @@ def _module(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "boom.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
-    yield
-    sys.modules.pop("mine", None)
 
 
 CASES = [

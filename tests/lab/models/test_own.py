@@ -55,8 +55,6 @@ SMALL = ["train", "--epochs", "1", "--out", "run"]
 def _here(tmp_path, monkeypatch):
     (tmp_path / "mynet.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    yield
-    sys.modules.pop("mynet", None)
 
 
 def test_a_function_s_model_is_trained_and_rebuilt():
