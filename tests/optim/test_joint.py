@@ -229,6 +229,13 @@ def test_refusals(make, match):
         joint_step(make(setting), setting.loss, setting.x[0], setting.y[0])
 
 
+def test_a_scope_before_backward():
+    setting = Setting()
+    opts = [SGDTracer(part.parameters(), lr=0.1, **OWN) for part in (setting.body, setting.head)]
+    with pytest.raises(RuntimeError, match=r"joint_perturbed\(\) before backward\(\)"), joint_perturbed(opts):
+        pass
+
+
 def test_an_overflow_under_a_scaler_displaces_nothing_to_infinity():
     """Without `model=` nothing else keeps batch norm's statistics finite."""
     setting = Setting()

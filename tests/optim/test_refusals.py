@@ -88,6 +88,13 @@ def test_betas(betas, name, value):
     refused(lambda: AdamTracer([weight()], betas=betas), name, value)
 
 
+@pytest.mark.parametrize("cls", [AdamTracer, AdamWTracer])
+def test_amsgrad_of_a_group(cls):
+    opt = cls([weight()])
+    refused(lambda: opt.add_param_group({"params": [weight()], "amsgrad": True}), "amsgrad", True)
+    assert len(opt.param_groups) == 1
+
+
 def test_adam_has_no_beta_of_its_own():
     refused(lambda: AdamTracer([{"params": [weight()], "beta": 0.3}]), "beta", 0.3)
 
