@@ -49,7 +49,7 @@ def read(path: Path) -> bytes:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Why a file cannot be had: the system's word, or Python's where the name itself cannot be."""
+    """Why a file is not available: the system's word, or Python's where the name itself cannot be."""
     return getattr(error, "strerror", None) or str(error)
 
 

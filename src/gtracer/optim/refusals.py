@@ -142,7 +142,7 @@ def _is_empty(opt: TwoPassOptimizer) -> bool:
 
 
 def check_graph(method: TraceRatio, model: nn.Module | None, call: Call) -> None:
-    """Refuse what cannot be had of a loss that is differentiated as it is."""
+    """Refuse what a loss that is differentiated as it is cannot give."""
     which = f"engine={method.engine!r} with curvature={method.curvature.numerator!r}"
     if call.parts is not None and not method.curvature.is_default:
         raise RuntimeError(

@@ -77,7 +77,7 @@ CASES = [
     ("mine:raises", "mine:raises raises RuntimeError: no disk at all (mine.py, line 10)"),
     ("boom:f", "boom:f cannot be imported: boom raises ZeroDivisionError: division by zero (boom.py, line 1)"),
     ("mine:endless", "with a length and examples by their number (no IterableDataset)"),
-    ("mine:broken", "mine:broken: example 7 cannot be had: KeyError: 'row 7' (mine.py, line 20)"),
+    ("mine:broken", "mine:broken: example 7 cannot be read: KeyError: 'row 7' (mine.py, line 20)"),
     ("mine:unlabelled", "examples must be pairs of an input and a label"),
     ("mine:ragged", "examples have shapes (3,) and (6,), all must have the same"),
     ("mine:holed", "mine:holed: example 5 holds NaN or infinity"),
@@ -106,7 +106,7 @@ def test_what_is_read_for_each_batch_says_it_too(monkeypatch):
     monkeypatch.setattr(streams, "IN_MEMORY", 0)
     task = data.load(Config(task="mine:broken"))
     part = task.train if "7" in task.train.ids else task.test
-    with pytest.raises(LabError, match="example 7 cannot be had: KeyError"):
+    with pytest.raises(LabError, match="example 7 cannot be read: KeyError"):
         part.inputs.gathered(range(len(part.labels)))
 
 

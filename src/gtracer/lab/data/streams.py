@@ -69,7 +69,7 @@ class Items:
         except LabError:
             raise
         except Exception as error:  # of the user's own code
-            raise LabError(f"{self.name}: example {number} cannot be had: {raised(error)}") from error
+            raise LabError(f"{self.name}: example {number} cannot be read: {raised(error)}") from error
         if not found.isfinite().all():
             raise LabError(f"{self.name}: example {number} holds NaN or infinity")
         return found
