@@ -1,7 +1,8 @@
 """Which labels are wrong, and what is it worth to leave them out? SGD's model, TRACER's, and SGD cross-validated.
 
     python studies/label_errors.py --data DIR --out runs/label-errors
-    python studies/label_errors.py --problems cifar100 --data DIR --device cuda --kernels fused --out runs/label-errors
+    python studies/label_errors.py --problems cifar100 --data DIR --device cuda --kernels fused --parallel 8 \
+        --out runs/label-errors
 
 20% and 50% of the training labels are another class. `gtracer find-label-errors` judges them by each model's own
 probabilities (the best epoch's by held-out data, and the last's; TRACER's ρ sets itself, or was tuned), and by
@@ -23,15 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from gtracer.lab.config import Config
 from gtracer.lab.inference import label_errors
 from gtracer.lab.inference.label_errors import Suspects
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results.record import Record
-from gtracer.lab.training.trainer import train
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
+from gtracer.lab.sweeps.launchers.local import Job
+from gtracer.lab.sweeps.sweep import Engine
 from gtracer.lab.training.weights import best_epoch
+from runs import in_turn, make
 
 MLP = {"model": "mlp-bn", "lr": 0.02}
 RESNET = {"model": "resnet20", "lr": 0.1, "weight_decay": 5e-4, "augment": True, "precision": "bf16"}
@@ -75,42 +78,40 @@ class Cell:
         return Config(optimizer=optimizer, label_noise=self.noise, holdout=0.1, seed=self.seed, **values)
 
 
-def rows_of(cell: Cell, common: dict[str, Any], made: set[str], console: Console) -> Iterator[dict[str, Any]]:
+def rows_of(cell: Cell, common: dict[str, Any], made: set[str], engine: Engine) -> Iterator[dict[str, Any]]:
     """One for training on all, one for each judge; but for those that are `made`."""
-    models, accuracies = {}, {}
-    for trainer in (*TRAINERS, *([TUNED] if cell.problem in RHO else [])):
-        place = cell.folder / trainer
-        record = train(cell.config(trainer, common), place, [], resume=None, model=True)
-        models[trainer], accuracies[trainer] = load(place, device=common["device"]), accuracy(record)
+    trainers = (*TRAINERS, *([TUNED] if cell.problem in RHO else []))
+    jobs = [Job(cell.config(trainer, common), cell.folder / trainer, model=True) for trainer in trainers]
+    accuracies = dict(zip(trainers, map(accuracy, make(jobs, engine)), strict=True))
+    models = {trainer: load(cell.folder / trainer, device=common["device"]) for trainer in trainers}
     if "none" not in made:
         yield cell.key | {"judge": "none", "accuracy": {trainer: accuracies[trainer] for trainer in TRAINERS}}
-    for judge in (judge for judge in JUDGES if judge not in made):
-        out = cell.folder / judge
-        found = judged(judge, models, out, common)
-        on_rest = {}
-        for trainer in TRAINERS:
-            record, _ = label_errors.retrain(found, models[trainer], out / trainer)
-            on_rest[trainer] = accuracy(record)
-        yield cell.key | {"judge": judge, **said(found), "accuracy": on_rest}
-        console.out(f"{cell.folder.name}: {judge}", highlight=False)
+    asked = [judge for judge in JUDGES if judge not in made]
+    found = {judge: judged(judge, models, cell.folder / judge, common, engine) for judge in asked}
+    again = [(judge, trainer) for judge in asked for trainer in TRAINERS]
+    jobs = [label_errors.retraining(found[j], models[t], cell.folder / j / t) for j, t in again]
+    on_rest = dict(zip(again, map(accuracy, make(jobs, engine)), strict=True))
+    for judge in asked:
+        accuracy_on_rest = {trainer: on_rest[judge, trainer] for trainer in TRAINERS}
+        yield cell.key | {"judge": judge, **scores(found[judge]), "accuracy": accuracy_on_rest}
     for judge, (trainer, last) in OTHERS.items():
         if judge not in made and trainer in models:
             model = load(cell.folder / trainer, device=common["device"], last=last)
-            found = label_errors.find(model, 1, cell.folder / judge, common["data"])
+            suspects = label_errors.find(model, 1, cell.folder / judge, common["data"])
             own = {"own": accuracies[trainer]["last" if last else "best"]} if trainer == TUNED else {}
-            yield cell.key | {"judge": judge, **said(found), **own}
+            yield cell.key | {"judge": judge, **scores(suspects), **own}
 
 
-def judged(judge: str, models: dict[str, Trained], out: Path, common: dict[str, Any]) -> Suspects:
+def judged(judge: str, models: dict[str, Trained], out: Path, common: dict[str, Any], engine: Engine) -> Suspects:
     if judge != "the truth":
         folds = FOLDS if judge.endswith("folds") else 1
-        return label_errors.find(models[judge.split(",")[0]], folds, out, common["data"])
+        return label_errors.find(models[judge.split(",")[0]], folds, out, common["data"], engine=engine)
     found = label_errors.find(models["SGD"], 1, out, common["data"])
     truth = torch.cat([part.truth for part in (found.task.train, found.task.holdout) if part is not None])
     return replace(found, flagged=(found.labels != truth).numpy())
 
 
-def said(found: Suspects) -> dict[str, Any]:
+def scores(found: Suspects) -> dict[str, Any]:
     return {"examples": len(found.order), "flagged": int(found.flagged.sum()), **(found.against_truth() or {})}
 
 
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--data", help="folder of the official files")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kernels", default="torch")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time, as CUDA graphs (default: in turn)")
     parser.add_argument("--out", type=Path, default=Path("runs/label-errors"), help="for runs, and rows.jsonl")
     asked = parser.parse_args()
     common = {"data": asked.data, "device": asked.device, "kernels": asked.kernels}
@@ -170,17 +172,19 @@ def main() -> None:
     path = asked.out / "rows.jsonl"
     asked.out.mkdir(parents=True, exist_ok=True)
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    console = Console()
+    engine: Engine = CudaGraphs(asked.parallel) if asked.parallel else in_turn
     for seed in asked.seeds:
         for problem in asked.problems:
             for noise in asked.noise:
                 name = f"{problem} {noise:.0%} seed {seed}"
                 cell = Cell(problem, noise, seed, asked.out / name.replace(" ", "-").replace("%", ""))
                 there = {row["judge"] for row in rows if cell.key.items() <= row.items()}
-                made = list(rows_of(cell, common, there, console))
+                made = list(rows_of(cell, common, there, engine))
                 rows += made
                 with path.open("a") as file:
                     file.writelines(json.dumps(row) + "\n" for row in made)
+                if made:
+                    print(f"{cell.folder.name}: {len(made)} rows", flush=True)
     print(table(rows))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,11 @@ from rich.console import Console
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps import tune
-from gtracer.lab.sweeps.launchers.local import Event, Job, failure_of
+from runs import in_turn
 
 BASE = Config(label_noise=0.5, epochs=50, width=64, batch_size=64, holdout=0.3)
 NEAR = 0.005
 FIRST = (1, 4, 8)
-
-
-def in_turn(jobs: list[Job]) -> Iterator[Event]:
-    """One run after the other, in this process."""
-    for config, folder in jobs:
-        yield Event(config, ended=True, failure=failure_of(config, folder, []))
 
 
 def searched(seed: int, finder: bool, trials: int, folder: Path) -> list[dict[str, float]]:

@@ -124,6 +124,9 @@ def _add_sweep(commands: Any) -> None:
         metavar="LABEL",
         help="run these of the study's settings alone (default: all)",
     )
+    sweep.add_argument(
+        "--models", action="store_true", help="leave each run's model in its folder, as gtracer train does"
+    )
     for item in fields(Config):
         if item.name in ("data", "device", "precision", "kernels"):
             text = item.metadata["help"] + ("" if item.name == "data" else " (default: the study's)")
@@ -410,7 +413,7 @@ def _sweep(chosen: argparse.Namespace) -> None:
     folder = chosen.out or Path("runs") / Path(chosen.study).stem
     console = Console()
     try:
-        sweep(wanted, folder, _engine(chosen), console, chosen.settings)
+        sweep(wanted, folder, _engine(chosen), console, chosen.settings, chosen.models)
     finally:  # what there is of it, also when runs failed or were interrupted
         if files.is_folder(folder):
             console.print(summary.table(Results(wanted, RunsFolder.of(folder).all())))

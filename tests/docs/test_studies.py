@@ -300,7 +300,7 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
 def test_the_study_of_label_errors_runs(tmp_path):
     """Two epochs: its rows are what find-label-errors says, and accuracies those of the records."""
     words = ["--problems", "digits", "--noise", "0.2", "--seeds", "0", "--epochs", "2", "--out", str(tmp_path)]
-    printed = study("label_errors", *words)
+    printed = study("label_errors", *words, "--parallel", "3")
     rows = {row["judge"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
     assert len(rows) == 9
     cell = tmp_path / "digits-20-seed-0"

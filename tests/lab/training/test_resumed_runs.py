@@ -13,7 +13,7 @@ from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
-from gtracer.lab.sweeps.launchers.local import failure_of
+from gtracer.lab.sweeps.launchers.local import Job, failure_of
 from gtracer.lab.training import captured, trainer
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
@@ -54,7 +54,7 @@ def resumed(config, folder):
 
 def by_a_worker(config, folder):
     """By a sweep's process."""
-    assert failure_of(config, folder, []) is None
+    assert failure_of(Job(config, folder), []) is None
 
 
 def in_parallel(config, folder):

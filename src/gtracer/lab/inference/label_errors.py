@@ -9,9 +9,9 @@ import io
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ from gtracer.lab.data.task import Split, Task
 from gtracer.lab.errors import Interrupted, LabError, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results.record import NAME, Record
+from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.training.callbacks import ProgressBar
 from gtracer.lab.training.trainer import train
 from gtracer.lab.training.weights import best_epoch
 
 TABLE, PAGE = "label-errors.csv", "label-errors.html"
 MARK = "data.sha256"  # in the folder of a model that is trained here, what it was trained on
+Engine = Callable[[list[Job]], Iterable[Event]]  # trains runs, and tells what becomes of them
 CLEANED = "cleaned"  # folder of the model that is trained without the flagged examples
 SHOWN = 200  # examples of the page
 PAIRS = 5  # of classes that are taken for each other most
@@ -136,7 +138,12 @@ def _named(task: Task) -> list[tuple[Split, str]]:
 
 
 def find(
-    trained: Trained, folds: int, out: Path, data_folder: str | None = None, console: Console | None = None
+    trained: Trained,
+    folds: int,
+    out: Path,
+    data_folder: str | None = None,
+    console: Console | None = None,
+    engine: Engine | None = None,
 ) -> Suspects:
     """By cleanlab's confident learning, on the probabilities that the model gives to its training examples.
 
@@ -148,6 +155,7 @@ def find(
         out: Folder for csv and page, and for the models of the folds.
         data_folder: Of the task's official files.
         console: Is told how far the folds are.
+        engine: Trains the folds in parallel, as those of a sweep.
     """
     filter_, rank = _cleanlab()
     task = data.load(replace(trained.config, data=data_folder))
@@ -156,7 +164,8 @@ def find(
         raise LabError(f"{trained.config.task} has other classes than the model ({shown(other)}): train on it again")
     if task.train.labels.is_floating_point():
         raise LabError(f"find-label-errors is for classes: {trained.config.task} has real numbers as labels")
-    judged = [trained.probabilities(task.train) if folds == 1 else _crossed(trained, task, folds, out, console)]
+    crossed = partial(_crossed, trained, task, folds, out, console, engine)
+    judged = [trained.probabilities(task.train) if folds == 1 else crossed()]
     judged += [trained.probabilities(part) for part in _parts(task)[1:]]
     labels = torch.cat([part.labels for part in _parts(task)]).numpy()
     p = torch.cat(judged).double().numpy()
@@ -173,11 +182,17 @@ def find(
 
 def retrain(found: Suspects, trained: Trained, out: Path, console: Console | None = None) -> tuple[Record, Path]:
     """Train on what is left without the flagged examples, as the run was; the record, and the model's folder."""
-    place = out / CLEANED
-    return _trained_again(trained, place, found.cleaned(), console), place
+    job = retraining(found, trained, out)
+    _train([job], console, None)
+    return Record.read(job.folder), job.folder
 
 
-def _trained_again(trained: Trained, place: Path, task: Task, console: Console | None) -> Record:
+def retraining(found: Suspects, trained: Trained, out: Path) -> Job:
+    """The run that trains on what is left, for whoever has several to train in parallel."""
+    return _again(trained, out / CLEANED, found.cleaned())
+
+
+def _again(trained: Trained, place: Path, task: Task) -> Job:
     """As the run was, on other data. The record may be there; not one of before labels were mended."""
     config = replace(trained.config, device=str(trained.device))
     mark = _checksum(task).encode()
@@ -186,11 +201,22 @@ def _trained_again(trained: Trained, place: Path, task: Task, console: Console |
     elif files.exists(place / NAME) and not files.exists(place / MARK):
         raise LabError(f"{place} holds another run: choose another --out, or remove it")
     files.write(place / MARK, mark)
-    shown_to = console or Console(quiet=True)
-    shown_to.out(f"{place}: {len(task.train.labels)} training examples", highlight=False)
+    return Job(config, place, model=True, task=task)
+
+
+def _train(jobs: list[Job], console: Console | None, engine: Engine | None) -> None:
+    """In turn, or as the engine does it."""
+    if engine is not None:
+        for failure in [event.failure for event in engine(jobs) if event.failure is not None]:
+            raise LabError(failure)
+        return
     try:
-        with ProgressBar(shown_to, config.epochs) as bar:
-            return train(config, place, [bar], resume=None, model=True, task=task)
+        for config, place, model, task in jobs:
+            shown_to = console or Console(quiet=True)
+            if task is not None:
+                shown_to.out(f"{place}: {len(task.train.labels)} training examples", highlight=False)
+            with ProgressBar(shown_to, config.epochs) as bar:
+                train(config, place, [bar], resume=None, model=model, task=task)
     except Interrupted as error:  # gtracer train --resume would go on with all of the data
         raise Interrupted("what was under way is saved; give the same command again to go on") from error
 
@@ -216,7 +242,9 @@ def _cleanlab() -> tuple[Any, Any]:
     return filter_, rank
 
 
-def _crossed(trained: Trained, task: Task, folds: int, out: Path, console: Console | None) -> Tensor:
+def _crossed(
+    trained: Trained, task: Task, folds: int, out: Path, console: Console | None, engine: Engine | None
+) -> Tensor:
     """Of each example by a model that has not seen it. A fold that is finished is not trained again."""
     from sklearn.model_selection import StratifiedKFold
 
@@ -227,11 +255,18 @@ def _crossed(trained: Trained, task: Task, folds: int, out: Path, console: Conso
         raise LabError(f"folds = {folds} are more than the {counts[least]} training examples of class {name}")
     found = torch.zeros(len(task.train.labels), len(trained.classes))
     cut = StratifiedKFold(folds, shuffle=True, random_state=trained.config.seed)
-    for number, (rest, fold) in enumerate(cut.split(numpy.zeros(len(found)), task.train.labels)):
-        place = out / f"fold-{number + 1}-of-{folds}"
-        part = replace(task, train=task.train.rows(torch.tensor(rest)))
-        _trained_again(trained, place, part, console)
-        judge = load(place, device=str(trained.device))
+    parts = list(cut.split(numpy.zeros(len(found)), task.train.labels))
+    jobs = [
+        _again(
+            trained,
+            out / f"fold-{number + 1}-of-{folds}",
+            replace(task, train=task.train.rows(torch.tensor(rest))),
+        )
+        for number, (rest, _) in enumerate(parts)
+    ]
+    _train(jobs, console, engine)
+    for job, (_, fold) in zip(jobs, parts, strict=True):
+        judge = load(job.folder, device=str(trained.device))
         found[fold] = judge.probabilities(task.train.rows(torch.tensor(fold)))
     return found
 

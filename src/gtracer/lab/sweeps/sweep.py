@@ -24,7 +24,14 @@ LONGEST = 1000  # characters of a label
 Engine = Callable[[list[Job]], Iterator[Event]]  # trains runs, and tells what becomes of them
 
 
-def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings: Collection[str] = ()) -> None:
+def sweep(
+    study: Study,
+    folder: Path,
+    engine: Engine,
+    console: Console,
+    settings: Collection[str] = (),
+    models: bool = False,
+) -> None:
     """Run what the folder does not hold of the study. Finished runs, and those that diverged, are not run again.
 
     Args:
@@ -33,6 +40,7 @@ def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings
         engine: Makes them.
         console: Is told how far it is.
         settings: Those of the study that are wanted now; all, if none is named.
+        models: Whether the runs that are made leave their models too.
 
     Raises:
         LabError: At the start, where the study cannot be run or the folder not be used; at the end, where runs failed
@@ -46,7 +54,7 @@ def sweep(study: Study, folder: Path, engine: Engine, console: Console, settings
     check_effects(study)
     with files.locked(folder, "sweep"):
         study.write(folder)
-        run_missing(cells, folder, engine, console)
+        run_missing(cells, folder, engine, console, models)
 
 
 def check(config: Config) -> None:
@@ -78,15 +86,17 @@ def check_effects(study: Study) -> None:
                 raise LabError(f"{place}: {effects.refused(name, value, reached[0][name])}")
 
 
-def run_missing(cells: Iterable[Config], folder: Path, engine: Engine, console: Console) -> dict[Config, Record]:
+def run_missing(
+    cells: Iterable[Config], folder: Path, engine: Engine, console: Console, models: bool = False
+) -> dict[Config, Record]:
     """Run those that the folder does not hold yet; give the records of all, by `Config.identity`."""
     wanted = {config.identity: config for config in cells}
     there = RunsFolder.of(folder)
-    missing = [(config, there.place(config)) for config in wanted.values() if not there.has(config)]
+    missing = [Job(config, there.place(config), models) for config in wanted.values() if not there.has(config)]
     failures = _watched(engine, missing, len(wanted) - len(missing), console) if missing else []
     if failures:
         raise LabError(_in_one_line(failures, len(wanted)))
-    made = {config.identity: Record.read(place) for config, place in missing}
+    made = {job.config.identity: Record.read(job.folder) for job in missing}
     return {cell: made[cell] if cell in made else there.records[cell][0] for cell in wanted}
 
 
@@ -134,9 +144,9 @@ def _watched(engine: Engine, missing: list[Job], already: int, console: Console)
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    places = dict(missing)
+    places = {job.config: job.folder for job in missing}
     done: Counter[Config] = Counter()
-    total = sum(config.epochs for config, _ in missing)
+    total = sum(job.config.epochs for job in missing)
     ended, failures = 0, []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=total)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gtracer.lab.config import Config
 from gtracer.lab.data.streams import Items
+from gtracer.lab.data.task import Task
 from gtracer.lab.errors import LabError
 from gtracer.lab.training import checkpoint, optimizers
 from gtracer.lab.training.cuda_graph import GraphStream
@@ -29,11 +30,11 @@ class Captured:
     time it is captured. On a CPU it is done as it is every time: the same arithmetic, with nothing gained.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, task: Task | None = None) -> None:
         _refuse_what_cannot_be_captured(config)
         device = device_of(config.device)
         self.rate = torch.tensor(config.lr, device=device)
-        self.run = Run(config, lr=self.rate, **_own_arguments(config, device))
+        self.run = Run(config, task=task, lr=self.rate, **_own_arguments(config, device))
         if isinstance(getattr(self.run.train_batch, "x", None), Items):
             raise LabError("data that is read for each batch cannot be captured as CUDA graphs: use --engine local")
         # Its own random numbers: those of the device are everybody's.

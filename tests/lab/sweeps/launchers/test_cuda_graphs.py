@@ -1,5 +1,6 @@
 """Runs in parallel in one process: each as if it were alone. On a GPU: tests/gpu/test_optimizers_on_gpu.py."""
 
+import json
 import os
 import signal
 import weakref
@@ -10,13 +11,17 @@ import torch
 from rich.console import Console
 
 from gtracer import cli
+from gtracer.lab import data
 from gtracer.lab.config import Config
+from gtracer.lab.inference.trained import load
 from gtracer.lab.results.record import Record
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
+from gtracer.lab.sweeps.launchers.local import Job, Local
 from gtracer.lab.sweeps.sweep import RunsFolder, sweep
 from gtracer.lab.training.captured import Captured
 from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.trainer import train
+from gtracer.lab.training.weights import best_epoch
 from support.datasets import cifar_pickle
 from support.parallel_runs import RUNS, trained
 from support.studies import stamps, study
@@ -42,6 +47,29 @@ def test_the_numbers_of_a_plain_run(tmp_path):
         assert plain.curves.keys() == together[index].curves.keys()
         for name, values in plain.curves.items():
             assert together[index].curves[name] == pytest.approx(values, rel=1e-3, abs=2e-3, nan_ok=True), name
+
+
+@pytest.mark.parametrize("engine", [CudaGraphs(2), Local(1)])
+def test_a_model_and_data_of_its_own(tmp_path, engine):
+    """The weights are those that the record speaks of; without being asked for, no model is left."""
+    config = replace(RUNS[0], holdout=0.1)
+    task = data.load(config)
+    half = replace(task, train=task.train.rows(torch.arange(600)))
+    jobs = [Job(config, tmp_path / "half", model=True, task=half), Job(config, tmp_path / "all")]
+    assert [event.failure for event in engine(jobs) if event.ended] == [None, None]
+    made = Record.read(tmp_path / "half")
+    assert made.resolved["examples"] == 600
+    guesses = load(tmp_path / "half", device="cpu").probabilities(task.test).argmax(1)
+    accuracy = (guesses == task.test.labels).double().mean().item()
+    assert accuracy == made.curves["test_accuracy"][best_epoch(made) - 1]
+    assert not (tmp_path / "all" / "model.safetensors").exists()
+
+
+def test_a_sweep_leaves_models_if_asked(tmp_path):
+    (tmp_path / "study.json").write_text(json.dumps({"base": {"epochs": 1, "width": 8}, "methods": {"SGD": {}}}))
+    words = [str(tmp_path / "study.json"), "--device", "cpu", "--engine", "cuda-graphs", "--seeds", "2"]
+    assert cli.main(["sweep", *words, "--out", str(tmp_path / "runs"), "--models"]) == 0
+    assert len(list((tmp_path / "runs").glob("*/model.safetensors"))) == 2
 
 
 def test_random_numbers_are_its_own(tmp_path):

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 
 import torch
 
@@ -43,15 +42,15 @@ class CudaGraphs:
     def __call__(self, jobs: Iterable[Job]) -> Iterator[Event]:
         """Train all of them. Whoever closes the generator stops them, and they save; Ctrl-C does so between turns."""
         torch.backends.cudnn.benchmark = True
-        width, waiting, postponed = self.width, iter(jobs), list[Job]()
+        width, waiting, postponed = self.width, (Job(*job) for job in jobs), list[Job]()
         lives = dict[Generator[Event | None], Job]()
         try:
             with stop_on_interrupt() as stopped:
                 while True:
                     free = width - len(lives)
                     again, postponed = postponed[:free], postponed[free:]
-                    lives |= {_life(*job, self.sharing): job for job in again}
-                    lives |= {_life(*job, self.sharing): job for job in islice(waiting, free - len(again))}
+                    lives |= {_life(job, self.sharing): job for job in again}
+                    lives |= {_life(job, self.sharing): job for job in islice(waiting, free - len(again))}
                     if not lives:
                         return
                     for life, job in list(lives.items()):
@@ -71,29 +70,30 @@ class CudaGraphs:
                 life.close()
 
 
-def _life(config: Config, folder: Path, width: int) -> Generator[Event | None]:
+def _life(job: Job, width: int) -> Generator[Event | None]:
     """One run from beginning to end, a few steps at a time; a failure ends only this run."""
     kind, failure = Event, None
     try:
-        yield from _trained(config, folder, width)
+        yield from _trained(job, width)
     except Exception as error:
-        failure = reason(error, folder)
+        failure = reason(error, job.folder)
         kind = Full if isinstance(error, torch.OutOfMemoryError) else Event
     if torch.cuda.is_available():
         gc.collect()  # or its memory on the device would be there until some later time
         if kind is Full:
             torch.cuda.empty_cache()  # what it held is for its neighbours, in other processes too
-    yield kind(config, ended=True, failure=failure)
+    yield kind(job.config, ended=True, failure=failure)
 
 
-def _trained(config: Config, folder: Path, width: int) -> Generator[Event | None]:
+def _trained(job: Job, width: int) -> Generator[Event | None]:
+    config, folder = job.config, job.folder
     with ExitStack() as lock:
         found = claimed(folder, config, None, lock)
         if found is not None and found.finished:
             return
-        steps = Captured(config)
+        steps = Captured(config, job.task)
         record = begun(steps, folder, found, in_parallel=width)
-        progress = fit(steps, record, folder, SAVE_SECONDS)
+        progress = fit(steps, record, folder, SAVE_SECONDS, model=job.model)
         try:
             for told in progress:
                 yield Event(config, steps.run.epoch) if isinstance(told, dict) else None
@@ -133,8 +133,8 @@ class Processes:
                         if event.ended and not member.is_gone:
                             member.take(next(todo, None))
                         yield event
-            for config, _ in todo:
-                yield Event(config, ended=True, failure="all processes have died")
+            for job in todo:
+                yield Event(job[0], ended=True, failure="all processes have died")
         finally:
             for member in crew:
                 if member.runs:  # the others are about to end by themselves

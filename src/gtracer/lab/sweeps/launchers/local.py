@@ -12,13 +12,29 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gtracer.lab.config import Config
+from gtracer.lab.data.task import Task
 from gtracer.lab.errors import LabError
 
-Job = tuple[Config, Path]  # a run and its folder
 RETRIES = 2
+
+
+class Job(NamedTuple):
+    """A run that is to be made.
+
+    Attributes:
+        config: The run.
+        folder: Its own.
+        model: Whether it leaves its model in the folder too.
+        task: Its data, where that is not just what the configuration says.
+    """
+
+    config: Config
+    folder: Path
+    model: bool = False
+    task: Task | None = None
 
 
 @dataclass(frozen=True)
@@ -207,18 +223,18 @@ def _serve(pipe: Connection, threads: int, gpu: int | None) -> None:
 
     torch.set_num_threads(threads)
     while True:
-        config, folder = pipe.recv()
-        pipe.send(Event(config, ended=True, failure=failure_of(config, folder, [PipeCallback(pipe)])))
+        job = Job(*pipe.recv())
+        pipe.send(Event(job.config, ended=True, failure=failure_of(job, [PipeCallback(pipe)])))
 
 
-def failure_of(config: Config, folder: Path, callbacks: list[Any]) -> str | None:
+def failure_of(job: Job, callbacks: list[Any]) -> str | None:
     """Train the run, or go on with it; why it failed, if it did."""
     from gtracer.lab.training.trainer import train
 
     try:
-        train(config, folder, callbacks, resume=None)
+        train(job.config, job.folder, callbacks, resume=None, model=job.model, task=job.task)
     except Exception as error:  # a run that fails must not take the others with it
-        return reason(error, folder)
+        return reason(error, job.folder)
     return None
 
 

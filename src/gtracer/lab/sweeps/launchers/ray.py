@@ -45,14 +45,16 @@ class Ray:
 
     def __call__(self, jobs: list[Job]) -> Iterator[Event]:
         """Train all of them. Whoever closes the generator takes the tasks off the cluster."""
+        if any(job.model for job in map(Job._make, jobs)):
+            raise LabError("--models: Ray brings records back, no models; use --engine local or cuda-graphs")
         # A process of its own talks to Ray: when the cluster goes away, Ray ends that process without a word.
         log = jobs[0][1].parent / LOG
-        driver = Process(_drive, self, [config for config, _ in jobs], _mark(jobs), log)
+        driver = Process(_drive, self, [config for config, *_ in jobs], _mark(jobs), log)
         try:
             _wait_for(driver, self.address, log)
             for done in range(len(jobs)):
                 index, failure, content = _receive(driver, f"{done} of {len(jobs)}", self.address, log)
-                config, folder = jobs[index]
+                config, folder, *_ = jobs[index]
                 if content is not None:
                     files.write(folder / NAME, content)
                 yield Event(config, ended=True, failure=failure)
@@ -121,7 +123,7 @@ def _drive(pipe: Connection, wanted: Ray, configs: list[Config], mark: str, log:
 def _train(config: Config, mark: str) -> tuple[str | None, bytes | None]:
     """On one of the cluster's machines: why it failed, if it did, and the record."""
     folder = Path(tempfile.gettempdir()) / f"gtracer-{mark}" / config.identity.folder
-    failure = failure_of(config, folder, [])
+    failure = failure_of(Job(config, folder), [])
     content = files.read(folder / NAME) if (folder / NAME).exists() else None
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # not the last
