@@ -116,7 +116,7 @@ def test_texts_side_by_side(tmp_path, kind):
     cells = [(config, tmp_path / "together" / config.folder) for config in configs]
     ends = {event.config: event.failure for event in CudaGraphs(4)(cells) if event.ended}
     assert ends == dict.fromkeys(configs)
-    for config, folder in cells:
+    for config, folder, *_ in cells:
         plain = train(config, tmp_path / "plain" / config.folder, [])
         found = Record.read(folder).curves
         tolerance = 2e-2 if config.precision == "bf16" else 2e-3
@@ -143,7 +143,7 @@ def test_compiled_texts_side_by_side(tmp_path, kind, kernels, dropout):
         for config in (base, compiled, replace(compiled, optimizer="adamw-sam", clip=0.1))
     ]
     ends = {event.config: event.failure for event in CudaGraphs(3)(cells) if event.ended}
-    assert ends == dict.fromkeys(config for config, _ in cells)
+    assert ends == dict.fromkeys(config for config, *_ in cells)
     plain, found, _ = (Record.read(folder).curves for _, folder in cells)
     assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=0.05 if dropout else 5e-3)
     assert found["test_loss"] == pytest.approx(plain["test_loss"], rel=0.05 if dropout else 5e-3)

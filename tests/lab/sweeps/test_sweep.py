@@ -253,7 +253,7 @@ class TestBadInput:
 
     def test_a_run_that_ends_without_a_record(self, tmp_path):
         def forgetful(cells):
-            yield from (Event(config, ended=True) for config, _ in cells)
+            yield from (Event(config, ended=True) for config, *_ in cells)
 
         with pytest.raises(LabError, match=r"cannot read .*record\.json"):
             run_missing(study().configs(), tmp_path, forgetful, QUIET)

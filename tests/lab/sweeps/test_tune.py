@@ -33,7 +33,7 @@ class Landscape:
         self.accuracy, self.made = accuracy, []
 
     def __call__(self, cells):
-        for config, folder in cells:
+        for config, folder, *_ in cells:
             self.made.append(config)
             value = self.accuracy(config)
             record = Record(config, {})

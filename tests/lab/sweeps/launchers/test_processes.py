@@ -31,7 +31,7 @@ def test_as_if_alone(tmp_path, monkeypatch, children):
     monkeypatch.setattr(Process, "interrupt", lambda process: pytest.fail("interrupted at its end"))
     cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS[:7])]
     events = list(Processes(2, 3)(cells))
-    assert {event.config: event.failure for event in events if event.ended} == {config: None for config, _ in cells}
+    assert {event.config: event.failure for event in events if event.ended} == {config: None for config, *_ in cells}
     assert [event.epochs for event in events if event.config == RUNS[0]] == [1, 2, 3, 0]
     assert not children()
     for found, expected in zip(curves(cells), alone(cells, tmp_path / "alone"), strict=True):
@@ -47,7 +47,7 @@ def test_a_process_that_dies_takes_only_its_own_runs(tmp_path, children):
     victim, _ = children()
     os.kill(victim.pid, signal.SIGKILL)
     ends = {event.config: event.failure for event in [first, *events] if event.ended}
-    assert set(ends) == {config for config, _ in cells}
+    assert set(ends) == {config for config, *_ in cells}
     lost = [reason for reason in ends.values() if reason]
     assert 1 <= len(lost) <= 2
     assert all("its process died" in reason for reason in lost)
