@@ -274,9 +274,10 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
     text = (RECORDS / "label-errors" / "rows.jsonl").read_text()
     rows = module.table([json.loads(line) for line in text.splitlines()]).splitlines()
     page = (STUDIES.parent / "docs" / "own-data.md").read_text()
-    assert len(rows) == 2 + 4 * 9
+    assert len(rows) == 2 + 4 * 9 + 2 * 7
     assert all(row in page for row in rows)
     cells = [re.sub(r" ± [\d.]+", "", row).strip("| ").split(" | ") for row in rows[2:]]
+    cells, cifar = cells[: 4 * 9], cells[4 * 9 :]
     areas, gains = {}, {}
     for where, judge, _, area, _, recall, *rest in cells:
         if judge.startswith("nobody"):
@@ -295,6 +296,11 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
     assert spans == [(2.1, 6.2), (-2.3, 2.4)]
     most = gains["50%", "truth", "SGD"] + gains["50%", "truth", "TRACER"]
     assert (min(most), max(most)) == (5.5, 12.8)
+    for noise, of in (("20%", cifar[:7]), ("50%", cifar[7:])):
+        whole, *judged, truth = [[float(x) for x in row[6:8]] for row in of if row[6] != "–"]
+        lost = [round(x - y, 1) for row in judged for x, y in zip(row, whole, strict=True)]
+        best = [round(x - y, 1) for x, y in zip(truth, whole, strict=True)]
+        assert (min(lost), max(lost), *best) == {"20%": (-2.4, 0.2, 3.3, 3.6), "50%": (-1.9, 1.8, 8.9, 9.3)}[noise]
 
 
 def test_the_study_of_label_errors_runs(tmp_path):
@@ -348,3 +354,13 @@ def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
         assert set(shown) <= set(printed)
     with_models = results.read(RECORDS / "sharpness" / "digits-runs.jsonl.xz")[0]
     assert with_models.given >= 30
+
+
+def test_what_the_docs_say_of_auto_on_a_gpu_is_in_its_records():
+    page = (ROOT / "docs" / "choosing-rho.md").read_text()
+    wanted = load(str(STUDIES / "superglue" / "auto-minilm.yaml"))
+    found = results.Results(wanted, records(RECORDS / "superglue" / "auto-minilm.jsonl.xz"))
+    for method in wanted.methods:
+        cells = [str(result.accuracy) for result in found.all if result.point.method == method]
+        assert len(cells) == 3
+        assert f"| {method} | {' | '.join(cells)} |" in page
