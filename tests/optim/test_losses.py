@@ -61,12 +61,12 @@ def test_another_batch_in_the_second_pass_is_noticed(make, draw):
     """Once, by a pass or two more than the steps have."""
     setting = Setting()
     opt, closure = make(setting.net.parameters()), draw(setting)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(5):
             opt.step(closure)
-    assert len(told) == 1
-    assert "another batch" in str(told[0].message)
+    assert len(caught) == 1
+    assert "another batch" in str(caught[0].message)
     assert setting.calls <= 5 * (3 if opt.is_central else 2) + 2
 
 
@@ -86,13 +86,13 @@ def test_a_doubt_may_come_a_step_later(draw, monkeypatch):
     setting = Setting()
     opt = SGDTracer(setting.net.parameters(), lr=0.1, rho=0.01)
     closure = draw(setting) if draw else lambda: setting.loss(slice(0, 16))
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt.step(closure)
         assert setting.calls == 2
         for _ in range(4):
             opt.step(closure)
-    assert len(told) == (draw is not None)
+    assert len(caught) == (draw is not None)
     assert setting.calls == 10 + (draw is not None)
 
 

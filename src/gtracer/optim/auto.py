@@ -231,9 +231,9 @@ def _dtype_for(p: Tensor) -> torch.dtype:
 def _follow(numbers: Tensor, values: list[Tensor | None], kept: tuple[float, ...]) -> None:
     """Let each average follow its value, if there is one and it is finite; nobody waits for the device."""
     missing = numbers.new_full((), math.nan)
-    told = torch.stack([missing if x is None else x.detach().reshape(()).to(numbers) for x in values]).unsqueeze(1)
-    new = torch.lerp(torch.cat([told, torch.ones_like(told)], 1), numbers, _kept(kept, numbers.dtype, numbers.device))
-    numbers.copy_(torch.where(torch.isfinite(told), new, numbers))
+    now = torch.stack([missing if x is None else x.detach().reshape(()).to(numbers) for x in values]).unsqueeze(1)
+    new = torch.lerp(torch.cat([now, torch.ones_like(now)], 1), numbers, _kept(kept, numbers.dtype, numbers.device))
+    numbers.copy_(torch.where(torch.isfinite(now), new, numbers))
 
 
 @cache

@@ -145,11 +145,11 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
     with scope, replayed_random(around.random, around.devices) as around.drawn:
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
-        told = passes_again.set(around)
+        token = passes_again.set(around)
         try:
             yield
         finally:
-            passes_again.reset(told)
+            passes_again.reset(token)
             if statistics is not None:
                 statistics.restore()
             if around.aside:
@@ -275,13 +275,13 @@ class First:
     """What the first pass has found besides gradients.
 
     Attributes:
-        told: The loss, as the closure gave it.
+        returned: The loss, as the closure gave it.
         evaluation: The loss with its graph, where that is wanted.
         measured: F for the average, where the parts of the batch have one.
         compared: Gradients that a displaced pass is compared with, where it sees less of the batch.
     """
 
-    told: Any
+    returned: Any
     evaluation: Evaluation | None = None
     measured: dict[Tensor, Tensor] | None = None
     compared: dict[Tensor, Tensor] | None = None
@@ -304,8 +304,8 @@ def first_in_parts(
             if p.grad is not None:
                 measured[p] = share * p.grad**2 + measured.get(p, 0)
 
-    told = pass_in_parts(closure, parts, around, scaler, note)
-    return First(told, measured=measured)
+    returned = pass_in_parts(closure, parts, around, scaler, note)
+    return First(returned, measured=measured)
 
 
 @dataclass(frozen=True)

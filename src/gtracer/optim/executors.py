@@ -375,8 +375,8 @@ class TwoKernels:
 
     def look(self, loss: Tensor | None) -> Tensor:
         """1 where all numbers are finite, else 0; on the device."""
-        told = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
-        self.healthy = torch.isfinite(torch.cat([self.reached, self._squares(), *told])).all().to(self.reached)
+        terms = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
+        self.healthy = torch.isfinite(torch.cat([self.reached, self._squares(), *terms])).all().to(self.reached)
         return self.healthy
 
     def abandon(self) -> None:

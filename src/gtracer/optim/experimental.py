@@ -70,8 +70,8 @@ class PartialBatch:
                 if not some:  # the first part's
                     some.update({p: p.grad.clone() for p in around.params if p.grad is not None})
 
-            told = pass_in_parts(closure, parts, around, scaler, note)
-            return First(told, compared=some)
+            returned = pass_in_parts(closure, parts, around, scaler, note)
+            return First(returned, compared=some)
 
         again = partial(one_pass, partial(closure, *parts[0][1]), around, scaler)
         return Evaluator(around, True, first, again, self.central)

@@ -56,7 +56,7 @@ def joint_step(
     with uninterrupted() as signals, torch.no_grad():
         around = team.surroundings(signals, begins=True)
         try:
-            told, steps = _made(team, call, around)
+            returned, steps = _made(team, call, around)
         except NonFiniteError as error:
             if any(opt.nonfinite == "raise" for opt in team.optimizers):
                 raise
@@ -67,7 +67,7 @@ def joint_step(
             else:
                 scale(step.params, call.scaler)
                 call.scaler.step(opt._held, partial(opt._apply, step))  # type: ignore[arg-type]
-    return told
+    return returned
 
 
 def _made(team: Team, call: Call, around: Surroundings) -> tuple[Any, list[Step]]:
@@ -81,7 +81,7 @@ def _made(team: Team, call: Call, around: Surroundings) -> tuple[Any, list[Step]
         passes = team.displaced(joint, safely=call.scaler is not None and around.model is None)
         team.share(joint, drive(passes, partial(evaluator.at, joint.params)), steps)
         team.check(steps, call, around)
-    return found.told, steps
+    return found.returned, steps
 
 
 @contextmanager
@@ -228,7 +228,7 @@ class Team:
                 raise NonFiniteError(
                     f"{what}: the step was made by none, weights and state are as they were. Lower the learning rate "
                     "or rho, or pass nonfinite='skip' to go on without such steps",
-                    step.told,
+                    step.returned,
                 )
 
 

@@ -46,22 +46,22 @@ class Losses:
     ) -> None:
         self._step, self._evaluator, self._radius, self._direction = step, evaluator, radius, direction
         self._doubted = doubted
-        self._told: Tensor | None = None
+        self._second: Tensor | None = None  # the loss that the second pass has seen
         self._residual: Tensor | None = None
 
     def at(self, params: Tensors, place: Place) -> Tensors:
         """As the evaluator."""
-        told: list[Any] = []
-        noting = replace(self._evaluator, again=lambda: told.append(self._evaluator.again()))
+        returned: list[Any] = []
+        noting = replace(self._evaluator, again=lambda: returned.append(self._evaluator.again()))
         gradients = noting.at(params, place)
         first = self._step.loss
-        if self._residual is None and first is not None and isinstance(told[0], Tensor | float):
-            self._told = torch.as_tensor(told[0]).detach()
+        if self._residual is None and first is not None and isinstance(returned[0], Tensor | float):
+            self._second = torch.as_tensor(returned[0]).detach()
             u = self._direction()
             scale = self._radius / tensors.norm(u)
             before = tensors.dot(self._step.gradients, u) * scale
             after = tensors.dot(gradients, u) * scale
-            change, first = (self._told - first).to(before), first.to(before)  # of a model on several devices
+            change, first = (self._second - first).to(before), first.to(before)  # of a model on several devices
             allowed = 2 * (after - before).abs() + 3 * NEAR * first.abs()
             self._residual = (change - (before + after) / 2).abs() - allowed
         return gradients
@@ -81,7 +81,7 @@ class Losses:
         """Make a further pass at the same weights, and warn if it gives another loss again."""
         around = self._evaluator.around
         # Two kernels leave the weights displaced until the update.
-        first = self._step.loss if self._step.kernels is None else self._told
+        first = self._step.loss if self._step.kernels is None else self._second
         assert first is not None
         kept = [p.grad for p in around.params]
         with displaced_pass(around.params, None, around):

@@ -302,7 +302,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             else:
                 scale(step.params, call.scaler)
                 call.scaler.step(self._held, partial(self._apply, step))  # type: ignore[arg-type]
-        return step.told
+        return step.returned
 
     def perturbed(
         self, scaler: torch.amp.GradScaler | None = None, *, loss: Tensor | None = None
@@ -363,7 +363,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 raise NonFiniteError(
                     f"{what}: the step was not made, weights and state are as they were. Lower the learning rate or "
                     "rho, or pass nonfinite='skip' to go on without such steps",
-                    step.told,
+                    step.returned,
                 )
         if sought and self.model is not None:  # which may hold all that the loss reaches
             self._seeks = len(around.others) > around.in_model
@@ -424,8 +424,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 gradients = tensors.kept([p.grad for p in params if p.grad is not None])
                 F = None if start is None else [start[p] for p in params]
                 slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
-        told = found.told.detach() if isinstance(found.told, Tensor) else found.told
-        step = Step(slices, told, due=due and bool(slices), evaluation=found.evaluation)
+        returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
+        step = Step(slices, returned, due=due and bool(slices), evaluation=found.evaluation)
         if self.sets_rho and self.controller is not None:
             step.most = self.controller.most
             step.factor = None if self._place is None else self.controller.factor(self._place)
@@ -787,10 +787,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for i, group in enumerate(self.param_groups):
             if group.get(IS_AUTO):
                 hyper["rho"][i] = f"'auto' (now {self.rho_of(group):.3g})"
-        told = {
-            name: values[0] if len(set(values)) == 1 else f"[{', '.join(values)}]" for name, values in hyper.items()
-        }
-        own = [f"{name}={value}" for name, value in told.items()]
+        own = []
+        for name, values in hyper.items():
+            own.append(f"{name}={values[0] if len(set(values)) == 1 else '[' + ', '.join(values) + ']'}")
         if isinstance(self.method, TraceRatio):
             own.append(f"engine={self.method.engine!r}")
         own += [f"interval={self.interval}", f"implementation={self.implementation!r}"]

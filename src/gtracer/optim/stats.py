@@ -36,7 +36,7 @@ class Stats:
         values = [*known, size, 0.0 if change is None else change, math.nan if total is None else total]
         missing = torch.zeros_like(size)
         self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
-        self._loss_told = loss is not None
+        self._has_loss = loss is not None
 
     set_rho: float | Tensor = math.nan  # as the step had it: a number, or on the device
     _squared = False  # whether norms are still to be taken the root of
@@ -52,7 +52,7 @@ class Stats:
             return cls(loss, reached[1], reached[2].sqrt(), *norms)
         made = cls.__new__(cls)
         made._values = torch.cat([loss.detach().reshape(1).to(reached), reached[1:], sums])
-        made._squared = made._loss_told = True
+        made._squared = made._has_loss = True
         return made
 
     def on_device(self) -> Tensor:
@@ -114,9 +114,9 @@ class Stats:
 
     def nonfinite(self, *, loss: bool = True) -> str:
         """What is NaN or infinite, in words; empty where all is well. A loss that nobody told is not checked."""
-        told, _, size, change, _ = self.read()
+        value, _, size, change, _ = self.read()
         values = {
-            "the loss": told if loss and self._loss_told else 0.0,
+            "the loss": value if loss and self._has_loss else 0.0,
             "the norm of the gradient": size,
             "the norm of the penalty's gradient": change,
         }
@@ -139,10 +139,10 @@ class Verdict:
     """Whether a step's numbers were finite, on its way from the device."""
 
     def __init__(self, healthy: Tensor) -> None:
-        self._told, self._arrival = healthy, None
+        self._value, self._arrival = healthy, None
         if healthy.is_cuda:
-            self._told = torch.empty(healthy.shape, dtype=healthy.dtype, pin_memory=True)
-            self._told.copy_(healthy, non_blocking=True)
+            self._value = torch.empty(healthy.shape, dtype=healthy.dtype, pin_memory=True)
+            self._value.copy_(healthy, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
 
@@ -156,4 +156,4 @@ class Verdict:
         """Waits for the device, where it is not there yet."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return bool(self._told)
+        return bool(self._value)

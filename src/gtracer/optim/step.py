@@ -66,7 +66,7 @@ class Step:
     """A step under way, from the first gradient to the update."""
 
     slices: list[Slice]
-    told: Any = None  # the loss, as the closure gave it
+    returned: Any = None  # the loss, as the closure gave it
     due: bool = False  # whether it makes displaced passes
     compared: Tensors | None = None  # what those are compared with, where it is not the gradient of the loss
     evaluation: Evaluation | None = None  # of the first pass, where more than its gradient is wanted
@@ -92,7 +92,7 @@ class Step:
     @property
     def loss(self) -> Tensor | None:
         """As a tensor; a closure that calls backward() itself may return what it likes."""
-        return torch.as_tensor(self.told).detach() if isinstance(self.told, Tensor | float) else None
+        return torch.as_tensor(self.returned).detach() if isinstance(self.returned, Tensor | float) else None
 
     @property
     def total(self) -> Tensors:

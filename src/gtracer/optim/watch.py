@@ -68,12 +68,12 @@ class Watch:
         for p in self._params:
             pairs = [seen[id(p)] for seen in self._passes if id(p) in seen]
             if len(pairs) > 1:
-                told = [_scaled(*pair) for pair in pairs]
-                factors = torch.stack([factor for factor, _, _ in told])
-                alike = torch.stack([scaled for _, scaled, _ in told]).all()
+                found = [_scaled(*pair) for pair in pairs]
+                factors = torch.stack([factor for factor, _, _ in found])
+                alike = torch.stack([scaled for _, scaled, _ in found]).all()
                 differ = factors.max() - factors.min() > 1e-5 * factors.max()
                 by_norm = alike & differ & (factors.min() < 1 - 1e-5) & (factors.max() <= 1 + 1e-5)
-                clipped.append(by_norm | torch.stack([cut for _, _, cut in told]).any())
+                clipped.append(by_norm | torch.stack([cut for _, _, cut in found]).any())
         return Verdict((~torch.stack(clipped).any()).float()) if clipped else None
 
 
