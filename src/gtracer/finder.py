@@ -298,7 +298,7 @@ def _check(model: nn.Module, optimizer: TwoPassOptimizer, loss_of: Any, steps: A
     ours = {p for group in optimizer.param_groups for p in group["params"]}
     if not any(p in ours for p in model.parameters()):
         raise ValueError(f"optimizer = {optimizer!r} trains none of the parameters of {type(model).__name__}")
-    if optimizer._loop.busy or optimizer._loop.pending is not None:
+    if optimizer.is_mid_step:
         raise RuntimeError("find_rho in the middle of a step, after perturbed(): call opt.step() first")
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise RuntimeError(

@@ -191,8 +191,11 @@ def place_of(opt: TwoPassOptimizer) -> Tensor | None:
     return torch.tensor([log_rho, group[COUNT]], dtype=_dtype_for(p), device=p.device)
 
 
-def held_out_loss(controller: Controller, around: Surroundings) -> Tensor:
-    """Of a held-out batch, with statistics and random numbers left as they were."""
+def look_at_held_out_data(opt: TwoPassOptimizer, step: Step, around: Surroundings) -> None:
+    """Its loss at the weights of the step, where ρ sets itself and wants it."""
+    controller = opt.controller
+    if controller is None or not controller.wants_held_out(opt.steps) or not opt.sets_rho:
+        return
     assert controller.held_out is not None
     with displaced_pass(around.params, None, around), torch.no_grad():
         around.signals.is_open = True
@@ -202,7 +205,7 @@ def held_out_loss(controller: Controller, around: Surroundings) -> Tensor:
             around.signals.is_open = False
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(f"held_out must return the loss of a held-out batch, a tensor of one number, got {loss!r}")
-    return loss.detach()
+    step.held_out = loss.detach()
 
 
 def sampled(xs: Tensors) -> Tensors:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from gtracer import checks, tensors
 from gtracer.curvature import Evaluation, Recording, SecondDerivatives
-from gtracer.optim import processes
-from gtracer.optim.others import PooledGradients, differentiate, put_aside, put_back
+from gtracer.optim import processes, refusals
+from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.others import PooledGradients, differentiate, in_model, put_aside, put_back
 from gtracer.optim.parts import Parts, shared
 from gtracer.optim.step import Place
 from gtracer.optim.watch import Probe, Watch
@@ -25,6 +26,7 @@ from gtracer.scopes import (
     RandomState,
     Signals,
     displaced,
+    is_capturing,
     passes_again,
     replayed_random,
     skips,
@@ -32,7 +34,8 @@ from gtracer.scopes import (
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
-    from gtracer.optim.methods import TraceRatio
+    from gtracer.optim.loops import Loop
+    from gtracer.optim.optimizer import TwoPassOptimizer
 
 PENALTIES = ("whole", "each")
 
@@ -88,6 +91,7 @@ class Surroundings:
     random: RandomState  # where the random numbers of the first pass begin
     begins: bool  # whether that is here, and not before in a loop of the caller's
     signals: Signals
+    loops: list[Loop] = field(default_factory=list)  # of all whose passes these are
     statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
     drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
     others: list[Tensor] = field(default_factory=list)  # parameters that are not the optimiser's: the model's first
@@ -104,23 +108,46 @@ class Surroundings:
             p.grad = None
 
 
+def surroundings_of(
+    opt: TwoPassOptimizer, signals: Signals, *, begins: bool = False, several: bool = False
+) -> Surroundings:
+    """What the passes of an optimiser's step find; random numbers begin here, or where the loop has marked it."""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    devices = {p.device for p in params}
+    caller, due = opt._caller, opt.second_pass_due
+    start = RandomState(devices, others=due and caller.draws is not False) if begins else caller.loop.mark
+    around = Surroundings(params, devices, opt.model, opt._copies, start, begins, signals, [caller.loop])
+    if several or due:  # a step of one pass leaves others what it should
+        around.seeks = caller.others.sought
+        if opt.model is not None:
+            around.others = in_model(opt.model, params)
+            around.in_model = len(around.others)
+        elif several:
+            around.others = caller.others.recall(params)
+    return around
+
+
 @contextmanager
-def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool = True) -> Iterator[None]:
-    """On any error put back what the passes have changed: random numbers, statistics, gradients.
+def all_or_nothing(around: Surroundings, *, anew: bool = False, checked: bool = True) -> Iterator[None]:
+    """Where passes are made, and nobody else's: on any error random numbers, statistics and gradients are put back.
 
     Args:
         around: Them.
         anew: Gradients that were there before are forgotten: they take memory, and the first pass clears them anyway.
-        statistics: Whether a failed step's statistics matter. The device waits for their copy.
+        checked: Whether the step fails where a number is not finite.
     """
     if anew:
         around.clear()
     gradients = [p.grad for p in around.params]
     without = [p for p in around.others if p.grad is None]
     start = around.random if around.begins else RandomState(around.devices)
-    if statistics and around.model is not None:
+    # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that fails
+    # could want it, and what fails in a capture has changed nothing yet.
+    if around.model is not None and not (is_capturing() or (anew and not checked)):
         around.statistics = around.copies.of(around.model, "of the step")
     try:
+        for loop in around.loops:
+            loop.busy = True
         yield
     except BaseException:
         for p, gradient in zip(around.params, gradients, strict=True):
@@ -131,6 +158,11 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, statistics: bool
             around.statistics.restore()
         start.restore()
         raise
+    finally:
+        for loop in around.loops:
+            loop.busy = False
+        if around.watch is not None:
+            around.watch.remove()
 
 
 @contextmanager
@@ -270,6 +302,21 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
     return at
 
 
+def used(group: dict[str, Any], method: Method) -> Tensors:
+    """Those parameters of a group that have a gradient; what is out of the ordinary about them is checked."""
+    found: list[Any] = [p for p in group["params"] if p.grad is not None]
+    # There are many of them, and almost always nothing is.
+    whole = all(p.dtype == torch.float32 and type(p) in (nn.Parameter, Tensor) for p in found)
+    if whole and all(p.grad.layout == torch.strided for p in found):
+        return found
+    for label, p in checks.labelled(group):
+        if p.grad is not None:
+            refusals.check_parameter(method, label, p)
+            if p.grad.layout != torch.strided:
+                raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
+    return found
+
+
 @dataclass(frozen=True)
 class First:
     """What the first pass has found besides gradients.
@@ -333,6 +380,38 @@ class Evaluator:
         gradients = gradients_ahead(params, keep=self.keep)
         self.around.clear()  # one that enters the loss only there has no gradient in this step
         return gradients
+
+
+def evaluator_of(method: Method, call: Call, around: Surroundings, model: nn.Module | None, due: bool) -> Evaluator:
+    """How the passes over a batch are made."""
+    closure = call.closure
+    assert closure is not None
+    if method.needs_graph and isinstance(method, TraceRatio):
+        refusals.check_graph(method, model, call)
+        loss_of = call.loss_of_batch if call.parts is None else partial(sum_over, closure, call.parts, model)
+        first = partial(first_with_graph, loss_of, around, method, due)
+        return Evaluator(around, due, first, partial(one_pass, loss_of, around), method.central)
+    if (own := getattr(getattr(method, "engine", None), "evaluator", None)) is not None:
+        made: Evaluator = own(call, around, due)
+        return made
+    one: Callable[[], Any] = partial(one_pass, partial(closure, *call.batch), around, call.scaler)
+    if call.parts is not None:
+        one = partial(pass_in_parts, closure, call.parts, around, call.scaler)
+    return Evaluator(around, due, one, one, method.central)
+
+
+class Held:
+    """What a GradScaler takes for an optimiser: it looks at the gradients and makes the update, or does not."""
+
+    def __init__(self, optimizer: TwoPassOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def step(self, update: Callable[[], None]) -> None:
+        update()
 
 
 def scale(params: Tensors, scaler: torch.amp.GradScaler) -> None:

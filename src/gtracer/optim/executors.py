@@ -20,13 +20,13 @@ from torch import Tensor
 
 from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
 from gtracer.optim import processes
-from gtracer.optim.evaluate import Call, Evaluator, Surroundings, first_in_parts, pass_in_parts
+from gtracer.optim.evaluate import Call, Evaluator, Surroundings, evaluator_of, first_in_parts, pass_in_parts
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.others import PooledGradients
 from gtracer.optim.parts import Parts, Pool, split
 from gtracer.optim.reuse import LAST, Decayed, Reuse
 from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
-from gtracer.optim.stats import Stats, Verdict
+from gtracer.optim.stats import NonFiniteError, Stats, Verdict
 from gtracer.optim.step import COUNT, Passes, Slice, Step, scale_of
 from gtracer.optim.transforms import Transform, to_norm
 from gtracer.scopes import Buffers, PooledStatistics, RandomState, frozen_statistics
@@ -49,7 +49,7 @@ def in_parts(opt: TwoPassOptimizer, call: Call, around: Surroundings) -> Step:
     if size is not None:
         return _of_micro_batches(opt, call, around, size)
     if call.parts is None and processes.count(opt.model) == 1:  # one part is the whole
-        return opt._penalised(opt._evaluator(call, around), call)
+        return opt._penalised(evaluator_of(opt.method, call, around, opt.model, opt.second_pass_due), call)
     return _of_each(opt, call, around, call.parts or [(1.0, call.batch)], own_curvature=True)
 
 
@@ -86,7 +86,8 @@ def _of_each(opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Par
         pool.join_processes(around.params, processes.group_of(opt.model))
         processes.as_first(opt.model)
     step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
-    step.rows, step.most, step.factor, step.held_out = last.rows, last.most, last.factor, last.held_out
+    step.rows, step.random = last.rows, last.random
+    step.most, step.factor, step.held_out = last.most, last.factor, last.held_out
     return step
 
 
@@ -105,7 +106,9 @@ def _pooled(
         here = replace(around, random=RandomState(around.devices, others=around.random.others is not None))
         alone = replace(call, batch=part, parts=None)
         with statistics.part(share), pooled.part(share):
-            last = opt._penalised(opt._evaluator(alone, here, due=due), alone, start=start)
+            displaced = opt.second_pass_due if due is None else due
+            evaluator = evaluator_of(opt.method, alone, here, opt.model, displaced)
+            last = opt._penalised(evaluator, alone, start=start)
         pool.add(last, share)
     statistics.conclude()
     if due is False:
@@ -167,6 +170,52 @@ def finish(step: Step, kernels: TwoKernels, state: dict[Tensor, dict[str, Any]])
     for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
         state[p][LAST] = last
     return None if kernels.healthy is None else Verdict(kernels.healthy)
+
+
+class Fusion:
+    """What is known of an optimiser's steps by the two kernels.
+
+    Attributes:
+        obstacle: Why the last step on a GPU was not theirs, if it was not.
+        verdicts: On the last steps, on their way from the device.
+    """
+
+    def __init__(self) -> None:
+        self.obstacle: str | None = None
+        self.verdicts: list[Verdict] = []
+
+    def takes(self, opt: TwoPassOptimizer, call: Call, params: Tensors) -> bool:
+        """Whether a step is to be theirs, as far as is known before its gradients are there."""
+        if opt.implementation not in ("auto", "fused") or call.closure is None:
+            return False
+        self.obstacle = why_not_fused(opt.method, opt.rule, opt.transforms, opt.reuse, call, params)
+        if self.obstacle is not None and opt.implementation == "fused" and any(map(rho_of, opt.param_groups)):
+            raise RuntimeError(f"implementation = 'fused' cannot make this step: {self.obstacle}. Use 'auto'")
+        return self.obstacle is None
+
+    def kernels(
+        self, step: Step, method: TraceRatio, rule: Rule, transforms: tuple[Transform, ...]
+    ) -> TwoKernels | None:
+        """Those of a step, once its gradients are there."""
+        found = TwoKernels.of(step, method, rule, transforms)
+        if found is None:
+            self.obstacle = "a gradient or a state does not lie in memory as the kernels read it"
+        return found
+
+    def hear(self, opt: TwoPassOptimizer) -> None:
+        """What they have found in the last steps; only `nonfinite="raise"` waits for it."""
+        waits = opt.nonfinite == "raise"
+        heard = [verdict for verdict in self.verdicts if waits or verdict.is_there]
+        self.verdicts = [verdict for verdict in self.verdicts if verdict not in heard]
+        failed = sum(not verdict.is_healthy for verdict in heard)
+        for group in opt.param_groups:
+            group[COUNT] -= failed  # they were counted and not made
+        if failed and waits:
+            what = (opt.stats.nonfinite() if opt.stats else "") or "a gradient is not finite"
+            raise NonFiniteError(
+                f"in the last step {what}: the update was not made. Lower the learning rate or rho, or pass "
+                "nonfinite='skip' to go on without such steps"
+            )
 
 
 def why_not_fused(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gtracer import checks, tensors
 from gtracer.curvature import VectorisedMicroBatch, loss_gradient
+from gtracer.optim.auto import look_at_held_out_data
 from gtracer.optim.engines import RADIUS, direction
 from gtracer.optim.evaluate import Call, Evaluator, First, Surroundings, one_pass, pass_in_parts
 from gtracer.optim.parts import Parts, examples_of, rows_of
@@ -172,7 +173,7 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
     if opt.sets_rho and opt.controller is not None:
         step.most = opt.controller.most
         step.factor = None if opt._place is None else opt.controller.factor(opt._place)
-        opt._look_at_held_out_data(step, around)
+        look_at_held_out_data(opt, step, around)
     inverses = [tensors.inverse(*opt._damped(step, part)) for part in slices]
     step.trace_ratio = squares @ flat([x for part in inverses for x in part])
     if step.due:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,21 @@ from torch import Tensor, nn
 
 from gtracer import checks, tensors
 from gtracer.optim import others, refusals
-from gtracer.optim.evaluate import Call, First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.auto import look_at_held_out_data
+from gtracer.optim.evaluate import (
+    Call,
+    First,
+    Surroundings,
+    all_or_nothing,
+    displaced_pass,
+    evaluator_of,
+    gradients_ahead,
+    scale,
+    unscale,
+)
 from gtracer.optim.loops import Pending, callers_pass, hand_over
-from gtracer.optim.optimizer import NonFiniteError, TwoPassOptimizer
+from gtracer.optim.optimizer import TwoPassOptimizer
+from gtracer.optim.stats import NonFiniteError
 from gtracer.optim.step import Course, Passes, Slice, Step, drive
 from gtracer.scopes import Copies, RandomState, Signals, uninterrupted
 from gtracer.tensors import Tensors
@@ -72,8 +84,9 @@ def joint_step(
 
 def _made(team: Team, call: Call, around: Surroundings) -> tuple[Any, list[Step]]:
     """All of it but the updates."""
-    with team.passes(around):
-        evaluator = team.lead._evaluator(call, around, due=any(opt.second_pass_due for opt in team.optimizers))
+    lead, due = team.lead, any(opt.second_pass_due for opt in team.optimizers)
+    with all_or_nothing(around):
+        evaluator = evaluator_of(lead.method, call, around, lead.model, due)
         loss = evaluator.first()
         found = loss if isinstance(loss, First) else First(loss)
         steps = team.begin(found, around)
@@ -107,20 +120,20 @@ def joint_perturbed(
     scaler = scaler if scaler is not None and scaler.is_enabled() else None
     team = Team(optimizers)
     for opt in team.optimizers:
-        opt._loop.drop_abandoned()
+        opt._caller.loop.drop_abandoned()
         refusals.check_scope(opt, scaler)
     with uninterrupted() as signals, torch.no_grad():
         around = team.surroundings(signals, begins=False)
         entered = RandomState(around.devices)
-        with team.passes(around):
-            begun = [opt._loop.pending for opt in team.optimizers if opt._loop.pending is not None]
+        with all_or_nothing(around):
+            begun = [loop.pending for loop in around.loops if loop.pending is not None]
             if len(begun) < len(team.optimizers):
                 begun = team.begun(around, scaler, loss)
             steps, course, joint = [one.step for one in begun], begun[0].course, begun[0].joint
             assert joint is not None
             if loss is not None:
                 around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
-            seen = others.seen_in_calls(around) if around.model is None and loss is None else ExitStack()
+            seen = others.seen_in_calls(around) if around.model is None and loss is None else nullcontext()
             with displaced_pass(joint.params, course.place, around), seen:
                 with callers_pass(signals, around, entered):
                     yield
@@ -133,9 +146,9 @@ def joint_perturbed(
                 team.share(joint, course.found, steps)
                 for step in steps:
                     hand_over(step, scaler)
-        for opt, one in zip(team.optimizers, begun, strict=True):
+        for loop, one in zip(around.loops, begun, strict=True):
             one.leave()
-            opt._loop.pending = one
+            loop.pending = one
 
 
 class Team:
@@ -150,32 +163,24 @@ class Team:
         """What the passes find, and have to leave."""
         params = [p for opt in self.optimizers for p in opt._params()]
         devices = {p.device for p in params}
-        start = RandomState(devices, others=True) if begins else self.lead._loop.mark
+        start = RandomState(devices, others=True) if begins else self.lead._caller.loop.mark
         models = list(dict.fromkeys(opt.model for opt in self.optimizers if opt.model is not None))
         model = nn.ModuleList(models) if len(models) > 1 else next(iter(models), None)
         copies = Copies() if len(models) > 1 else self.lead._copies
-        around = Surroundings(params, devices, model, copies, start, begins, signals, seeks=begins)
+        loops = [opt._caller.loop for opt in self.optimizers]
+        around = Surroundings(params, devices, model, copies, start, begins, signals, loops, seeks=begins)
         if model is not None:
             around.others = others.in_model(model, params)
             around.in_model = len(around.others)
         return around
 
-    @contextmanager
-    def passes(self, around: Surroundings) -> Iterator[None]:
-        """Where passes are made: nobody else's step, and all or nothing."""
-        with ExitStack() as stack:
-            for opt in self.optimizers[1:]:
-                opt._loop.busy = True
-                stack.callback(setattr, opt._loop, "busy", False)
-            stack.enter_context(self.lead._passes(around))
-            yield
-
     def begin(self, found: First, around: Surroundings) -> list[Step]:
         """Everybody's own step, from the gradients of the first pass."""
         steps = [opt._begin(found, opt.second_pass_due) for opt in self.optimizers]
         for opt, step in zip(self.optimizers, steps, strict=True):
-            opt._look_at_held_out_data(step, around)
-            opt._unfused = UNFUSED
+            look_at_held_out_data(opt, step, around)
+            opt._fusion.obstacle = UNFUSED
+            step.random = None if self.lead._left is None else self.lead._left.random
         return steps
 
     def begun(self, around: Surroundings, scaler: torch.amp.GradScaler | None, loss: Tensor | None) -> list[Pending]:
@@ -219,7 +224,6 @@ class Team:
             if step.due and penalty is not None:
                 step.penalty, step.renewed = [found[id(p)] for p in step.params], True
             opt._conclude(step)
-            opt._drawn = opt._drawn or self.lead._drawn
 
     def check(self, steps: list[Step], call: Call, around: Surroundings) -> None:
         """Refuse a step for all, if anybody's is not finite."""

@@ -11,12 +11,22 @@ from torch import Tensor
 
 from gtracer import tensors
 from gtracer.optim import refusals
-from gtracer.optim.evaluate import First, Surroundings, displaced_pass, gradients_ahead, scale, unscale
+from gtracer.optim.auto import look_at_held_out_data
+from gtracer.optim.evaluate import (
+    First,
+    Surroundings,
+    all_or_nothing,
+    displaced_pass,
+    gradients_ahead,
+    scale,
+    surroundings_of,
+    unscale,
+)
 from gtracer.optim.methods import TraceRatio
-from gtracer.optim.others import remembered, seen_in_calls
+from gtracer.optim.others import seen_in_calls
 from gtracer.optim.step import Course, Step, drive
-from gtracer.optim.watch import is_scaler_s_step
-from gtracer.scopes import RandomState, Signals, have_moved, passes_again, uninterrupted
+from gtracer.optim.watch import Watch, is_scaler_s_step
+from gtracer.scopes import RandomState, Signals, passes_again, uninterrupted
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -30,12 +40,14 @@ class Loop:
         mark: Where the random numbers of a step without closure begin.
         pending: The step whose passes are being made by the caller.
         busy: Whether the optimiser is making passes, so that a closure which calls it is told apart from others.
+        watch: Of gradients in the caller's hands, in the first steps.
     """
 
     def __init__(self, mark: RandomState) -> None:
         self.mark = mark
         self.pending: Pending | None = None
         self.busy = False
+        self.watch: Watch | None = None
 
     def take(self) -> Pending | None:
         """The step under way, which is then nobody's."""
@@ -46,6 +58,13 @@ class Loop:
         """Forget a step that a scaler has skipped."""
         if self.pending is not None and self.pending.is_abandoned:
             self.pending = None
+
+    def take_watch(self) -> Watch | None:
+        """The watch, which then looks no further."""
+        watch, self.watch = self.watch, None
+        if watch is not None:
+            watch.remove()
+        return watch
 
 
 class Pending:
@@ -78,24 +97,24 @@ def second_pass(
 ) -> Iterator[None]:
     """Weights displaced for the caller's second pass; after the last one the total is left in `.grad`."""
     refusals.check_scope(opt, scaler)
-    loop = opt._loop
+    caller = opt._caller
+    loop = caller.loop
     with uninterrupted() as signals, torch.no_grad():
-        around = opt._surroundings(signals, several=True)
+        around = surroundings_of(opt, signals, several=True)
         entered = RandomState(around.devices)
-        watch, opt._watch = opt._watch, None
-        if watch is not None:
-            watch.look()
-        with opt._passes(around):
-            if opt._replays is None and opt.second_pass_due and around.random.others is not None:
-                opt._replays = have_moved(around.random.others)
+        if loop.watch is not None:
+            loop.watch.look()
+        with all_or_nothing(around):
+            if opt.second_pass_due:
+                caller.note_draws(around.random)
             pending = loop.pending or _begun(opt, around, scaler, loss)
             step, course = pending.step, pending.course
             others_found = _others(opt, around, loss)
             with displaced_pass(step.params, course.place, around), others_found:
                 with callers_pass(signals, around, entered):
                     yield
-                if watch is not None:
-                    watch.look()
+                if loop.watch is not None:
+                    loop.watch.look()
                 if scaler is not None:
                     unscale(around.params, scaler)
             if course.place is not None:
@@ -104,8 +123,8 @@ def second_pass(
             if course.place is None:
                 step.penalty, step.renewed = course.found, course.found is not None
                 opt._conclude(step)
-                if watch is not None:
-                    opt._heed(watch, step)
+                if (watch := loop.take_watch()) is not None:
+                    caller.clipping.heed(watch)
                 hand_over(step, scaler)
         pending.leave()
         loop.pending = pending
@@ -127,7 +146,7 @@ def _others(opt: TwoPassOptimizer, around: Surroundings, loss: Tensor | None) ->
     """Look for parameters of other optimisers: by the model, by the loss, or else by what the first scope calls."""
     if loss is not None:
         around.others += tensors.leaves(loss, besides=[*around.params, *around.others])
-    elif opt.model is None and opt._others is None:
+    elif opt.model is None and opt._caller.others.seen is None:
         return _found_once(opt, around)
     return nullcontext()
 
@@ -136,7 +155,7 @@ def _others(opt: TwoPassOptimizer, around: Surroundings, loss: Tensor | None) ->
 def _found_once(opt: TwoPassOptimizer, around: Surroundings) -> Iterator[None]:
     with seen_in_calls(around):
         yield
-    opt._others = remembered(around.others)
+    opt._caller.others.note(around)
 
 
 def _begun(
@@ -150,7 +169,7 @@ def _begun(
         refusals.check_apart(around.params, outer.others)
     if not step.slices:
         raise RuntimeError("perturbed() before backward(): no parameter of the optimiser has a gradient")
-    opt._look_at_held_out_data(step, around)
+    look_at_held_out_data(opt, step, around)
     course = Course(opt.method.passes(step, opt.rule, safely=scaler is not None and opt.model is None))
     course.proceed()
     return Pending(step, course, is_scaled=scaler is not None)
@@ -166,7 +185,7 @@ def hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
 
 def passes_made(opt: TwoPassOptimizer) -> Step:
     """The passes that the caller has made before `step()`."""
-    pending = opt._loop.take()
+    pending = opt._caller.loop.take()
     if pending is None:
         refusals.check_step_alone(opt)
         step = opt._begin(First(None), due=False)

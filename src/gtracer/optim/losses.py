@@ -5,16 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gtracer import tensors
-from gtracer.optim.evaluate import Evaluator, displaced_pass
+from gtracer.optim import processes
+from gtracer.optim.evaluate import Call, Evaluator, displaced_pass
+from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.stats import Verdict
 from gtracer.optim.step import Place, Step
+from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.rules import Rule
 
 OTHER_LOSS = (
     "the second pass of step(closure) saw another loss than the first: called again at the same weights, with torch's, "
@@ -24,6 +31,38 @@ OTHER_LOSS = (
 MOST = 2**26  # weights: it takes a further copy of them
 LOOKED = 4  # steps with a second pass, in which the two losses are compared
 SAME, NEAR = 1e-5, 1e-3  # relative: what GPUs add up in another order is about the first
+
+
+class Comparison:
+    """Of the losses of both passes: what is still to be looked at, and what the last look has left open.
+
+    Args:
+        method: Whose passes they are; SAM's direction is no slope, and other engines make passes of another kind.
+
+    Attributes:
+        steps: In how many more steps they are compared.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method = method
+        self.steps = LOOKED if isinstance(method, TraceRatio) and method.is_plain else 0
+        self._doubt: Verdict | None = None  # whether those of the last step fit, where it is not known yet
+
+    def of(self, step: Step, evaluator: Evaluator, call: Call, rule: Rule) -> Losses | None:
+        """The losses of a step, where they can be told from each other."""
+        method, joined = self._method, processes.count(evaluator.around.model) > 1
+        if call.each or step.compared is not None or is_capturing() or joined or not isinstance(method, TraceRatio):
+            return None
+        if sum(map(Tensor.numel, step.params)) > MOST:
+            return None
+        self.steps -= 1
+        doubted = self._doubt is not None and self._doubt.is_there and not self._doubt.is_healthy
+        return Losses(step, evaluator, method.radius, partial(method.direction, step, rule), doubted=doubted)
+
+    def conclude(self, losses: Losses) -> None:
+        """After the passes: look no further, unless it is not known yet or may be chance."""
+        goes_on, self._doubt = losses.check()
+        self.steps *= goes_on
 
 
 class Losses:
@@ -90,5 +129,5 @@ class Losses:
             p.grad = gradient
         apart = float((again - first).abs() / first.abs())
         if apart > NEAR:
-            warnings.warn(OTHER_LOSS.format(again=again.item(), first=first.item()), stacklevel=4)
+            warnings.warn(OTHER_LOSS.format(again=again.item(), first=first.item()), stacklevel=5)
         return SAME < apart <= NEAR  # another batch may have nearly this loss by chance

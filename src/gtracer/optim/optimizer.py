@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,61 +20,34 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
-from gtracer.optim import directions, executors, loops, others, posterior, processes, refusals
-from gtracer.optim.auto import AUTO, IS_AUTO, LOG_RHO, Controller, held_out_loss, place_of
+from gtracer.optim import directions, executors, groups, loops, posterior, processes, refusals
+from gtracer.optim.auto import IS_AUTO, Controller, look_at_held_out_data, place_of
+from gtracer.optim.caller import Caller
 from gtracer.optim.evaluate import (
     Call,
     Evaluator,
     First,
+    Held,
     Skipped,
     Surroundings,
     all_or_nothing,
-    first_with_graph,
-    one_pass,
-    pass_in_parts,
+    evaluator_of,
     scale,
-    sum_over,
+    surroundings_of,
+    used,
 )
-from gtracer.optim.losses import LOOKED, MOST, Losses
 from gtracer.optim.methods import Method, TraceRatio, note_curvature
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
-from gtracer.optim.stats import Stats, Verdict
-from gtracer.optim.step import COUNT, Slice, Step, combine, drive
+from gtracer.optim.stats import NonFiniteError, Stats
+from gtracer.optim.step import COUNT, Left, Slice, Step, combine, drive
 from gtracer.optim.transforms import Clip, Transform
-from gtracer.optim.watch import CLIPPED, Probe, Watch
+from gtracer.optim.watch import Probe
 from gtracer.penalty import NONFINITE
-from gtracer.scopes import Copies, RandomState, Signals, have_moved, is_capturing, uninterrupted
+from gtracer.scopes import Copies, RandomState, Signals, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
 
 FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can make a step
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was NaN or infinite; nothing was updated.
-
-    Args:
-        message: What was not finite.
-        loss: The step's, as the closure gave it.
-    """
-
-    def __init__(self, message: str, loss: Any = None) -> None:
-        super().__init__(message)
-        self.loss = loss
-
-
-class Held:
-    """What a GradScaler takes for an optimiser: it looks at the gradients and makes the update, or does not."""
-
-    def __init__(self, optimizer: TwoPassOptimizer) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def step(self, update: Callable[[], None]) -> None:
-        update()
 
 
 class TwoPassOptimizer(torch.optim.Optimizer):
@@ -118,18 +91,19 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.base, self.method, self.rule, self.transforms = base, method, rule, transforms
         self.interval, self.reuse, self.model, self.nonfinite = interval, reuse, model, nonfinite
         self.implementation, self.controller = implementation, controller
-        # Adadelta has a `rho` of its own; ours then goes by `gtracer_rho` in the groups.
-        self._keys = {name: f"gtracer_{name}" if name in base.defaults else name for name in defaults}
+        self._keys = groups.names_of(defaults, base.defaults)
         self.rho_key = self._keys["rho"]  # public: what ρ is called in the groups
         ours = {self._keys[name]: value for name, value in defaults.items()}
         everything = {**base.defaults, **ours, COUNT: 0}
         for group in base.param_groups:  # all of them before the first is touched
-            self._completed(group, everything)
+            groups.completed(self, group, everything)
         refusals.check_model(model, base)
         super().__init__(base.param_groups, everything)
         self.param_groups, self.state = base.param_groups, base.state
-        if implementation == "fused" and (why := self._why_not_fused()) not in (None, executors.AT_REST):
-            raise ValueError(f"implementation = 'fused' cannot be: {why}. Use 'auto', which takes the next best")
+        if implementation == "fused":
+            why = executors.why_not_fused(method, rule, transforms, reuse)
+            if why not in (None, executors.AT_REST):
+                raise ValueError(f"implementation = 'fused' cannot be: {why}. Use 'auto', which takes the next best")
         self._forget()
 
     def _forget(self) -> None:
@@ -139,24 +113,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._itself = weakref.ref(self)
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
-        self._replays: bool | None = None  # random numbers of Python and NumPy, where the closure draws any
-        self._looks = LOOKED  # steps in which the losses of both passes are still compared
-        self._doubt: Verdict | None = None  # whether those of the last step fit, where it is not known yet
-        self._loop = loops.Loop(RandomState(self._devices(), others=True))
-        self._drawn: tuple[RandomState, RandomState] | None = None  # random numbers before and after a first pass
-        self._verdicts: list[Verdict] = []  # on the last steps of the two kernels, on their way from the device
-        self._unfused: str | None = None  # why the last step on a GPU was not that of the two kernels
+        self._caller = Caller(self.method, self._devices())
+        self._left: Left | None = None  # by the last step
+        self._fusion = executors.Fusion()
         self._copies = Copies()
-        self._held = Held(self)
-        self._seeks = True  # whether the loss may reach parameters that are neither ours nor the model's
-        # Whether it is still to be seen what the caller does with gradients between passes. SAM's direction has no
-        # length, and its total is the second gradient: as it is clipped or scaled.
-        self._watches = isinstance(self.method, TraceRatio)
-        self._watch: Watch | None = None  # of a loop of the caller's own
-        self._unclipped: Verdict | None = None  # of the last step, where the caller writes into gradients
-        self._small: Tensor | None = None  # the smallest parameter that is trained
-        self._left: tuple[Tensor | None, int] = None, 0  # its gradient, as the last step has left it
-        self._others: others.Memory | None = None  # what was found of them where no model tells
+        self._held = Held(self)  # one for good: by it a scaler knows what it has unscaled
         self._place = place_of(self)  # of a ρ that lives on the device
 
     # What everybody may ask.
@@ -198,6 +159,17 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 checks.count("steps_per_epoch", steps)
             self.controller = replace(self.controller, steps_per_epoch=steps)
 
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether a step is under way: inside of its passes, or between `perturbed()` and `step()`."""
+        loop = self._caller.loop
+        return loop.busy or loop.pending is not None
+
+    @property
+    def notes(self) -> tuple[object, ...]:
+        """What is known outside of the state, in objects that change."""
+        return self._fusion, self._caller, self._caller.clipping, self._caller.losses, self._caller.others
+
     def prepare_capture(self) -> None:
         """Allow steps to be captured as CUDA graphs, one graph for each of `interval` steps.
 
@@ -210,7 +182,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 raise ValueError("rho must be 'auto' or a number in all groups where steps are captured, got both")
             self.controller = replace(self.controller, on_device=True)
             self._place = place_of(self)
-            self._rest_on_device()
+            groups.rest_on_device(self)
 
     def rho_of(self, group: dict[str, Any]) -> float:
         """ρ of a group, as now in force; it waits for the device where ρ lives there."""
@@ -235,7 +207,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """What makes the steps, and why not something faster."""
         if self.implementation in ("compiled", "foreach"):
             return self.implementation
-        why = self._unfused or self._why_not_fused(params=self._params())
+        why = self._fusion.obstacle or executors.why_not_fused(
+            self.method, self.rule, self.transforms, self.reuse, params=self._params()
+        )
         return "fused" if why is None else f"foreach, not fused: {why}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -245,7 +219,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if new:
             self.base.add_param_group(param_group)
         try:
-            param_group.update(self._completed(param_group, self.defaults))
+            param_group.update(groups.completed(self, param_group, self.defaults))
         except ValueError:
             if new:
                 self.base.param_groups.pop()
@@ -257,11 +231,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             itself.zero_grad(set_to_none)
             return
         super().zero_grad(set_to_none)
-        if not self._loop.busy:
-            due = self.second_pass_due
-            self._loop = loops.Loop(RandomState(self._devices(), others=due and self._replays is not False))
-            if due and self._watches:
-                self._begin_watch()
+        caller, due = self._caller, self.second_pass_due
+        if not caller.loop.busy:
+            caller.begin(RandomState(self._devices(), others=due and caller.draws is not False))
+            if due and caller.clipping.asked:
+                caller.loop.watch = caller.clipping.watch(self._params(), self.model)
 
     def step(
         self,
@@ -326,7 +300,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """
         if (itself := self._itself()) is not self and itself is not None:
             return itself.perturbed(scaler, loss=loss)
-        self._loop.drop_abandoned()
+        self._caller.loop.drop_abandoned()
         refusals.check_scope(self, scaler)
         return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
 
@@ -334,30 +308,32 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
+        caller, due = self._caller, self.second_pass_due
         several = call.parts is not None or call.each or self.method.parts is not None
-        around = self._surroundings(signals, begins=call.closure is not None, several=several)
-        sought = around.seeks
+        around = surroundings_of(self, signals, begins=call.closure is not None, several=several)
+        seeks = around.seeks
         if call.closure is not None:
-            if self._watches and self.second_pass_due:
+            if due and caller.clipping.asked:
                 refusals.check_scaler()
-                around.watch = self._begin_watch()
-            small, (left, version) = self._small, self._left
-            if small is None or ((g := small.grad) is not None and (g is not left or g._version != version)):
-                around.probe = self._probe_of(around.params)
-        possible = any(device.type in FUSED_ON for device in around.devices)
-        fuse = (possible or self.implementation == "fused") and self._fuses(call, around)
+                caller.loop.take_watch()
+                around.watch = caller.clipping.watch(around.params, self.model)
+            if self._left is None or not self._left.is_untouched:
+                around.probe = Probe.of(around.params)
+        fuse = any(device.type in FUSED_ON for device in around.devices) or self.implementation == "fused"
+        fuse = fuse and self._fusion.takes(self, call, [p for p in around.params if p.requires_grad])
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
-        with self._passes(around, anew=anew):
+        with all_or_nothing(around, anew=anew, checked=self.nonfinite != "ignore"):
             if call.closure is None:
                 step = loops.passes_made(self)
             elif self.method.parts is None and not call.each:
-                step = self._penalised(self._evaluator(call, around), call, fuse=fuse)
+                evaluator = evaluator_of(self.method, call, around, self.model, due)
+                step = self._penalised(evaluator, call, fuse=fuse)
             else:
                 step = executors.in_parts(self, call, around)
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
             if around.watch is not None:
-                self._heed(around.watch, step)
+                caller.clipping.heed(around.watch)
             if what := self._nonfinite(step, call, around):
                 self.stats = step.stats
                 raise NonFiniteError(
@@ -365,12 +341,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.returned,
                 )
-        if sought and self.model is not None:  # which may hold all that the loss reaches
-            self._seeks = len(around.others) > around.in_model
-        elif sought and several:  # known beforehand, they keep what they had
-            self._others = others.remembered(around.others)
-        if self._drawn is None and not is_capturing():  # a step has been made, whoever drew in it
-            self._drawn = around.random, around.random
+        if seeks and (several or self.model is not None):
+            caller.others.note(around)
+        if step.random is None and self._left is None and not is_capturing():  # whoever drew in it
+            step.random = around.random, around.random
         return step
 
     def _penalised(
@@ -384,43 +358,35 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Both passes over a batch, or over a part of it."""
         with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
             found = evaluator.first()
-        if self._replays is None and evaluator.due and (others := evaluator.around.random.others) is not None:
-            self._replays = have_moved(others)
+        caller, around = self._caller, evaluator.around
+        if caller.draws is None and evaluator.due:
+            caller.note_draws(around.random)
         step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
         if self.controller is not None and self.controller.held_out is not None:
-            self._look_at_held_out_data(step, evaluator.around)
+            look_at_held_out_data(self, step, around)
         if fuse and isinstance(self.method, TraceRatio) and step.slices:
-            step.kernels = executors.TwoKernels.of(step, self.method, self.rule, self.transforms)
-            if step.kernels is None:
-                self._unfused = "a gradient or a state does not lie in memory as the kernels read it"
+            step.kernels = self._fusion.kernels(step, self.method, self.rule, self.transforms)
         if step.kernels is not None:
             passes = step.kernels.passes() if step.due else None
         else:
             passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
         if step.evaluation is not None:
             step.drop_graph()
-        losses = self._losses_of(step, evaluator, call) if self._looks and step.due else None
+        compared = caller.losses.steps and step.due
+        losses = caller.losses.of(step, evaluator, call, self.rule) if compared else None
         step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
         if losses is not None:
-            goes_on, self._doubt = losses.check()
-            self._looks *= goes_on
+            caller.losses.conclude(losses)
         step.renewed = step.penalty is not None
         if not is_capturing():
-            begun = evaluator.around.random
-            self._drawn = begun, evaluator.around.drawn or begun
+            step.random = around.random, around.drawn or around.random
         return step
-
-    def _look_at_held_out_data(self, step: Step, around: Surroundings) -> None:
-        """Its loss at the weights of the step, where ρ sets itself and wants it."""
-        wanted = self.controller is not None and self.controller.wants_held_out(self.param_groups[0][COUNT])
-        if self.controller is not None and wanted and self.sets_rho:
-            step.held_out = held_out_loss(self.controller, around)
 
     def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None) -> Step:
         """Collect the gradients of the first pass."""
         slices = []
         for group in self.param_groups:
-            if params := _used(group, self.method):
+            if params := used(group, self.method):
                 gradients = tensors.kept([p.grad for p in params if p.grad is not None])
                 F = None if start is None else [start[p] for p in params]
                 slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
@@ -453,7 +419,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             verdict = executors.finish(step, step.kernels, self.base.state)
             self.stats = step.stats
             if verdict is not None:
-                self._verdicts.append(verdict)
+                self._fusion.verdicts.append(verdict)
         else:
             for transform in self.transforms:
                 transform(step, partial(self._damped, step))
@@ -469,107 +435,15 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group[COUNT] += 1
         if self.stats is not None and self.rule.keeps_average:
-            self.stats.count_damped = self._damped_share
-        if self._small is None:
-            self._small = min(step.params, key=Tensor.numel, default=None)
-        if self._small is not None and (left := self._small.grad) is not None:
-            self._left = left, left._version
+            self.stats.count_damped = partial(posterior.damped_share, self)
+        left, smallest = self._left, None if self._left is None else self._left.smallest
+        if smallest is None:
+            smallest = min(step.params, key=Tensor.numel, default=None)
+        gradient = None if smallest is None else smallest.grad
+        random = step.random or (None if left is None else left.random)
+        self._left = Left(random, smallest, gradient, 0 if gradient is None else gradient._version)
 
     # What it consists of.
-
-    @contextmanager
-    def _passes(self, around: Surroundings, *, anew: bool = False) -> Iterator[None]:
-        """Where passes are made: nobody else's step, and all or nothing."""
-        # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that
-        # fails could want it, and what fails in a capture has changed nothing yet.
-        statistics = not (is_capturing() or (anew and self.nonfinite == "ignore"))
-        loop = self._loop
-        loop.busy = True
-        try:
-            with all_or_nothing(around, anew=anew, statistics=statistics):
-                yield
-        finally:
-            loop.busy = False
-            if self._watch is not None and around.begins:
-                self._watch.remove()
-
-    def _losses_of(self, step: Step, evaluator: Evaluator, call: Call) -> Losses | None:
-        """Look at the losses of this step, where they can be told from each other."""
-        method = self.method
-        if not isinstance(method, TraceRatio) or not method.is_plain or call.each or step.compared is not None:
-            return None
-        if is_capturing() or processes.count(self.model) > 1 or sum(map(Tensor.numel, step.params)) > MOST:
-            return None
-        self._looks -= 1
-        doubted = self._doubt is not None and self._doubt.is_there and not self._doubt.is_healthy
-        return Losses(step, evaluator, method.radius, lambda: method._aim(step, self.rule)[0], doubted=doubted)
-
-    def _begin_watch(self) -> Watch | None:
-        """Look at what the caller's code does with gradients, until a step of two passes has shown that."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
-        # Of several processes each writes the mean into what backward() has left.
-        if not is_capturing() and processes.count(self.model) == 1:
-            self._hear_clipping()
-            self._watch = Watch(self._params())
-        return self._watch
-
-    def _heed(self, watch: Watch, step: Step) -> None:
-        """Refuse gradients that were clipped pass by pass; where nobody writes into them, look no further."""
-        watch.remove()
-        self._watch = None
-        if watch.has_compared and watch.has_written:
-            waits, self._unclipped = self._unclipped is None, watch.verdict()
-            if waits:
-                self._hear_clipping()
-        else:
-            self._watches = False
-
-    def _hear_clipping(self) -> None:
-        """What was found in the last step; only in the first somebody waits for it."""
-        if self._unclipped is not None and not self._unclipped.is_healthy:
-            self._unclipped = None
-            raise RuntimeError(CLIPPED)
-
-    def _probe_of(self, params: Tensors) -> Probe | None:
-        """Look at gradients that nobody here has left; they will be forgotten."""
-        found = next((p for p in params if p.grad is not None and not tensors.is_sharded(p)), None)
-        return None if found is None or is_capturing() else Probe(found)
-
-    def _surroundings(self, signals: Signals, *, begins: bool = False, several: bool = False) -> Surroundings:
-        """What passes find; random numbers begin here, or where the loop has marked it."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        devices = {p.device for p in params}
-        due = self.second_pass_due
-        start = RandomState(devices, others=due and self._replays is not False) if begins else self._loop.mark
-        around = Surroundings(params, devices, self.model, self._copies, start, begins, signals)
-        if several or due:  # a step of one pass leaves others what it should
-            around.seeks = self._seeks
-            if self.model is not None:
-                around.others = others.in_model(self.model, params)
-                around.in_model = len(around.others)
-            elif several:
-                around.others = others.recalled(self._others or (), params)
-        return around
-
-    def _evaluator(self, call: Call, around: Surroundings, *, due: bool | None = None) -> Evaluator:
-        """How this batch's passes are made."""
-        due = self.second_pass_due if due is None else due
-        method, closure = self.method, call.closure
-        assert closure is not None
-        if method.needs_graph and isinstance(method, TraceRatio):
-            refusals.check_graph(method, self.model, call)
-            loss_of = call.loss_of_batch if call.parts is None else partial(sum_over, closure, call.parts, self.model)
-            first = partial(first_with_graph, loss_of, around, method, due)
-            return Evaluator(around, due, first, partial(one_pass, loss_of, around), self.is_central)
-        if (own := getattr(getattr(method, "engine", None), "evaluator", None)) is not None:
-            made: Evaluator = own(call, around, due)
-            return made
-        one: Callable[[], Any] = partial(one_pass, partial(closure, *call.batch), around, call.scaler)
-        if call.parts is not None:
-            one = partial(pass_in_parts, closure, call.parts, around, call.scaler)
-        return Evaluator(around, due, one, one, method.central)
 
     def _nonfinite(self, step: Step, call: Call, around: Surroundings) -> str:
         """What is NaN or infinite, in words; empty where all is well, or where it is not known yet."""
@@ -598,89 +472,26 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _devices(self) -> set[torch.device]:
         return {p.device for p in self._params()}
 
-    def _fuses(self, call: Call, around: Surroundings) -> bool:
-        """Whether this step is to be that of the two kernels, as far as can be told before its gradients are there."""
-        if self.implementation not in ("auto", "fused") or call.closure is None:
-            return False
-        self._unfused = self._why_not_fused(call, [p for p in around.params if p.requires_grad])
-        penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
-        if self._unfused is not None and self.implementation == "fused" and penalised:
-            raise RuntimeError(f"implementation = 'fused' cannot make this step: {self._unfused}. Use 'auto'")
-        return self._unfused is None
-
-    def _why_not_fused(self, call: Call | None = None, params: Tensors = ()) -> str | None:
-        return executors.why_not_fused(self.method, self.rule, self.transforms, self.reuse, call, params)
-
     def _check_step(self, call: Call) -> None:
         """Refuse a step at the wrong moment, or with hyper-parameters out of range."""
-        if self._loop.busy:
+        if self._caller.loop.busy:
             raise RuntimeError(
                 "step() inside perturbed() or inside a closure: leave it first, the weights are displaced"
             )
-        if call.closure is not None and self._loop.pending is not None:
+        if call.closure is not None and self._caller.loop.pending is not None:
             raise RuntimeError("step(closure) after perturbed(): the passes are made already, call step() alone")
         for group in self.param_groups:
             checks.hyperparameters(self.hyperparameters(group))
             self.rule.check_group(group)
         if is_capturing():
             refusals.check_capture(self)
-        elif self._verdicts:  # whether they have come cannot be asked in a capture
-            self._hear_verdicts()
-
-    def _completed(self, group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-        """The group with the defaults for what it leaves out, checked."""
-        complete = self._resolved(defaults | group)
-        checks.hyperparameters(self.hyperparameters(complete))
-        self.rule.check_group(complete)
-        refusals.check_initialised(complete["params"])
-        for label, p in checks.labelled(complete):
-            if p.requires_grad:  # a frozen one may be of any kind; trained later, it is looked at then
-                refusals.check_parameter(self.method, label, p)
-        return complete
-
-    def _resolved(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group with a number for a ρ that sets itself."""
-        key = self.rho_key
-        if group[key] != AUTO:
-            return group
-        if self.controller is None:
-            raise ValueError(
-                f"rho = 'auto' is for TRACER, and {type(self).__name__}'s rho is another quantity: pass a number, "
-                "such as 0.05, or let gtracer.find_rho find one"
-            )
-        return group | {key: 0.0, IS_AUTO: True}
+        elif self._fusion.verdicts:  # whether they have come cannot be asked in a capture
+            self._fusion.hear(self)
 
     @property
     def sets_rho(self) -> bool:
         """Whether ρ of any group sets itself."""
         return any(group.get(IS_AUTO) for group in self.param_groups)
-
-    def _rest_on_device(self) -> None:
-        """Where ρ lives on the device, let the groups hold the number that is multiplied there."""
-        for group in self.param_groups:
-            if self.controller is not None and self.controller.on_device and group.get(IS_AUTO):
-                group[self.rho_key] = self.controller.start
-
-    def _leave_device(self) -> None:
-        """Where ρ lives on the device, tell the groups how far it has come."""
-        for group in self.param_groups:
-            if self._place is not None and group.get(IS_AUTO):
-                group[LOG_RHO] = self._place[0].item()
-
-    def _hear_verdicts(self) -> None:
-        """What the two kernels have found in the last steps; only `nonfinite="raise"` waits for it."""
-        waits = self.nonfinite == "raise"
-        heard = [verdict for verdict in self._verdicts if waits or verdict.is_there]
-        self._verdicts = [verdict for verdict in self._verdicts if verdict not in heard]
-        failed = sum(not verdict.is_healthy for verdict in heard)
-        for group in self.param_groups:
-            group[COUNT] -= failed  # they were counted and not made
-        if failed and waits:
-            what = (self.stats.nonfinite() if self.stats else "") or "a gradient is not finite"
-            raise NonFiniteError(
-                f"in the last step {what}: the update was not made. Lower the learning rate or rho, or pass "
-                "nonfinite='skip' to go on without such steps"
-            )
 
     # The posterior whose precision f is.
 
@@ -719,23 +530,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """
         return posterior.predict(self, model, x, samples, examples, temperature, activation)
 
-    @torch.no_grad()
-    def _damped_share(self) -> Tensor:
-        """Share of the coordinates where δ > f, now."""
-        below, size = torch.zeros(()), 0
-        for group in self.param_groups:
-            trained = [p for p in group["params"] if self.rule.is_trained(p)]
-            for f in self.average_of(group, trained) if trained else ():
-                below = below + (f < self.hyperparameters(group)["delta"]).sum().cpu()
-                size += f.numel()
-        return below / size
-
     # Checkpoints and copies.
 
     def state_dict(self) -> dict[str, Any]:
         """All that there is, in torch's layout."""
-        self._hear_verdicts()
-        self._leave_device()
+        self._fusion.hear(self)
+        groups.leave_device(self)
         state_dict: dict[str, Any] = super().state_dict()
         for mine, copied in zip(self.param_groups, state_dict["param_groups"], strict=True):
             copied[self.rho_key] = self.rho_of(mine)
@@ -755,20 +555,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = (
-            "base",
-            "method",
-            "rule",
-            "transforms",
-            "interval",
-            "reuse",
-            "model",
-            "nonfinite",
-            "implementation",
-            "controller",
-        )
-        self._leave_device()
-        return super().__getstate__() | {name: getattr(self, name) for name in (*own, "_keys")}
+        own = ("base", "method", "rule", "transforms", "interval", "reuse", "model", "nonfinite", "implementation")
+        groups.leave_device(self)
+        return super().__getstate__() | {name: getattr(self, name) for name in (*own, "controller", "_keys")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -776,38 +565,11 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # a checkpoint of the plain optimiser knows nothing of ours
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-            group.update(self._resolved(group))
-        self._rest_on_device()
+            group.update(groups.resolved(self, group))
+        groups.rest_on_device(self)
         # `load_state_dict` makes new containers: share them again, and let the base migrate old formats.
         self.base.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._forget()
 
     def __repr__(self) -> str:
-        hyper = {name: [repr(self.hyperparameters(g)[name]) for g in self.param_groups] for name in self._keys}
-        for i, group in enumerate(self.param_groups):
-            if group.get(IS_AUTO):
-                hyper["rho"][i] = f"'auto' (now {self.rho_of(group):.3g})"
-        own = []
-        for name, values in hyper.items():
-            own.append(f"{name}={values[0] if len(set(values)) == 1 else '[' + ', '.join(values) + ']'}")
-        if isinstance(self.method, TraceRatio):
-            own.append(f"engine={self.method.engine!r}")
-        own += [f"interval={self.interval}", f"implementation={self.implementation!r}"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        groups = f"{len(sizes)} group{'s' * (len(sizes) > 1)} of {', '.join(map(str, sizes))} parameters"
-        return f"{type(self).__name__}({type(self.base).__name__}, {', '.join(own)}; {groups})"
-
-
-def _used(group: dict[str, Any], method: Method) -> Tensors:
-    """Those parameters of a group that have a gradient; what is out of the ordinary about them is checked."""
-    used: list[Any] = [p for p in group["params"] if p.grad is not None]
-    # There are many of them, and almost always nothing is.
-    whole = all(p.dtype == torch.float32 and type(p) in (nn.Parameter, Tensor) for p in used)
-    if whole and all(p.grad.layout == torch.strided for p in used):
-        return used
-    for label, p in checks.labelled(group):
-        if p.grad is not None:
-            refusals.check_parameter(method, label, p)
-            if p.grad.layout != torch.strided:
-                raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
-    return used
+        return groups.described(self)

@@ -20,7 +20,30 @@ from gtracer.tensors import Tensors
 if TYPE_CHECKING:
     from gtracer.optim.evaluate import Surroundings
 
-Memory = Sequence[weakref.ref[Tensor]]
+
+class Others:
+    """What is known of them from the steps before.
+
+    Attributes:
+        sought: Whether the loss may reach some that are not known.
+        seen: Those that the parts of a batch or a scope have shown, where no model tells; None before that.
+    """
+
+    def __init__(self) -> None:
+        self.sought = True
+        self.seen: Sequence[weakref.ref[Tensor]] | None = None  # which does not keep alive what nobody uses any more
+
+    def recall(self, own: Tensors) -> list[Tensor]:
+        """Those that there are still, and that the optimiser has not been given since."""
+        known = set(map(id, own))
+        return [p for ref in self.seen or () if (p := ref()) is not None and id(p) not in known]
+
+    def note(self, around: Surroundings) -> None:
+        """Learn from the passes that were made."""
+        if around.model is None:
+            self.seen = [weakref.ref(p) for p in around.others]  # known beforehand, they keep what they had
+        else:
+            self.sought = len(around.others) > around.in_model  # a model may hold all that the loss reaches
 
 
 def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
@@ -37,17 +60,6 @@ def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
                     found.append(p)
             ahead.extend(module._modules.values())
     return found
-
-
-def remembered(others: Tensors) -> Memory:
-    """Without keeping alive what nobody uses any more."""
-    return [weakref.ref(p) for p in others]
-
-
-def recalled(memory: Memory, own: Tensors) -> list[Tensor]:
-    """Those that there are still, and that the optimiser has not been given since."""
-    known = set(map(id, own))
-    return [p for ref in memory if (p := ref()) is not None and id(p) not in known]
 
 
 def put_aside(around: Surroundings, others: Tensors) -> None:

@@ -79,6 +79,18 @@ def deviation(opt: TwoPassOptimizer, examples: int | None, temperature: float) -
     return found
 
 
+@torch.no_grad()
+def damped_share(opt: TwoPassOptimizer) -> Tensor:
+    """Share of the coordinates where δ > f, now."""
+    below, size = torch.zeros(()), 0
+    for group in opt.param_groups:
+        trained = [p for p in group["params"] if opt.rule.is_trained(p)]
+        for f in opt.average_of(group, trained) if trained else ():
+            below = below + (f < opt.hyperparameters(group)["delta"]).sum().cpu()
+            size += f.numel()
+    return below / size
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards each module is in its own mode again."""

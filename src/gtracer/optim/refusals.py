@@ -74,7 +74,8 @@ def check_parameter(method: Method, label: str, p: Tensor) -> None:
 
 def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> None:
     """Refuse a `perturbed()` that is not the second pass of a step."""
-    if opt._loop.busy:
+    loop = opt._caller.loop
+    if loop.busy:
         raise RuntimeError("perturbed() inside perturbed() or inside a closure: the weights are displaced already")
     if why := opt.method.needs_closure:
         raise RuntimeError(
@@ -88,7 +89,7 @@ def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> N
             "perturbed(scaler=…) after scaler.unscale_(opt): the gradients would be unscaled twice. Call unscale_ "
             "after the scope, before scaler.step(opt)"
         )
-    if opt._loop.pending is not None and opt._loop.pending.is_made:
+    if loop.pending is not None and loop.pending.is_made:
         raise RuntimeError("perturbed() again before step(): the passes of this step are made already")
 
 
@@ -163,10 +164,10 @@ def check_graph(method: TraceRatio, model: nn.Module | None, call: Call) -> None
 
 def check_capture(opt: TwoPassOptimizer) -> None:
     """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
-    draws = opt._drawn is not None and opt._drawn[0] != opt._drawn[1]
-    redrawn = draws and (opt.is_central or scopes.twin_of_capture.get() is None)
+    left = opt._left
+    redrawn = left is not None and left.has_drawn and (opt.is_central or scopes.twin_of_capture.get() is None)
     reasons = {
-        "make a step first, so that all state exists": opt._drawn is None,
+        "make a step first, so that all state exists": left is None or left.random is None,
         "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
         f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.interval != opt.phases,
         f"nonfinite = {opt.nonfinite!r} looks at the numbers, set it to 'ignore'": opt.nonfinite != "ignore",

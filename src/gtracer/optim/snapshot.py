@@ -37,7 +37,7 @@ class Snapshot:
         self._optimizer = optimizer
         self._entries = [(p, entry, Values(entry)) for p, entry in optimizer.state.items()]
         self._groups = [(group, Values(group)) for group in optimizer.param_groups]
-        self._settings = [(owner, _settings(owner)) for owner in (optimizer, optimizer.base)]
+        self._settings = [(owner, _settings(owner)) for owner in (optimizer, optimizer.base, *optimizer.notes)]
         self._random = AllRandomness({x.device for x in (*params, *buffers.buffers)}, generators or [])
 
     @torch.no_grad()

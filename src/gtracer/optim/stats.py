@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was NaN or infinite; nothing was updated.
+
+    Args:
+        message: What was not finite.
+        loss: The step's, as the closure gave it.
+    """
+
+    def __init__(self, message: str, loss: Any = None) -> None:
+        super().__init__(message)
+        self.loss = loss
 
 
 class Stats:

@@ -14,6 +14,7 @@ from gtracer import tensors
 from gtracer.curvature import Evaluation
 from gtracer.optim.directions import Rows
 from gtracer.optim.stats import Stats
+from gtracer.scopes import RandomState
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Step:
     renewed: bool = False  # whether the penalty is this step's own
     rows: dict[Tensor, Rows] = field(default_factory=dict)  # of weights of which only the direction counts
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
+    random: tuple[RandomState, RandomState] | None = None  # where those of its first pass began, and ended
     stats: Stats | None = None
     most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
     factor: Tensor | None = None  # what a new ρ∇T is multiplied by first, where ρ is moved on the device
@@ -114,6 +116,29 @@ class Step:
         """Leave out what the caller has taken the gradient of since, as torch's optimisers do."""
         if dropped := {p for p in self.params if p.grad is None}:
             self.slices = [part for part in (part.without(dropped) for part in self.slices) if part.params]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a step leaves for the next one to look at."""
+
+    random: tuple[RandomState, RandomState] | None  # where those of its first pass began, and ended
+    smallest: Tensor | None  # of the parameters, so that the gradient may be held
+    gradient: Tensor | None  # of that one
+    version: int = 0
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has written into gradients since, as a caller who accumulates them has."""
+        if self.smallest is None:
+            return False
+        g = self.smallest.grad
+        return g is None or (g is self.gradient and g._version == self.version)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the first pass drew random numbers of torch's."""
+        return self.random is not None and self.random[0] != self.random[1]
 
 
 @dataclass

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
 from gtracer import tensors
+from gtracer.optim import processes
 from gtracer.optim.stats import Verdict
+from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 CLIPPED = (
@@ -18,6 +21,45 @@ CLIPPED = (
     "closure (clip_grad_norm_, Lightning's gradient_clip_val, skorch's GradientNormClipping)"
 )
 WATCHED = 4  # parameters, the smallest: clipping shows in any of them
+
+
+class Clipping:
+    """Whether the caller clips the gradients of each pass: that is seen in the first steps that have two of them.
+
+    Args:
+        asked: Whether it matters to the method.
+
+    Attributes:
+        asked: Whether it is still to be seen.
+    """
+
+    def __init__(self, asked: bool) -> None:
+        self.asked = asked
+        self._unclipped: Verdict | None = None  # of the last step, where the caller writes into gradients
+
+    def watch(self, params: Tensors, model: Any) -> Watch | None:
+        """Look at what the caller's code does from here on, where that can tell."""
+        # Of several processes each writes the mean into what backward() has left.
+        if is_capturing() or processes.count(model) > 1:
+            return None
+        self._hear()
+        return Watch(params)
+
+    def heed(self, watch: Watch) -> None:
+        """Refuse gradients that were clipped pass by pass; where nobody writes into them, look no further."""
+        watch.remove()
+        if watch.has_compared and watch.has_written:
+            waits, self._unclipped = self._unclipped is None, watch.verdict()
+            if waits:
+                self._hear()
+        else:
+            self.asked = False
+
+    def _hear(self) -> None:
+        """What was found in the last step; only in the first somebody waits for it."""
+        if self._unclipped is not None and not self._unclipped.is_healthy:
+            self._unclipped = None
+            raise RuntimeError(CLIPPED)
 
 
 class Watch:
@@ -90,12 +132,18 @@ class Probe:
     """Whether a closure goes on adding to gradients that a step is about to forget: those of the caller's own passes.
 
     Args:
-        p: A parameter whose gradient is not what the last step has left.
+        p: A parameter with a gradient.
     """
 
     def __init__(self, p: Tensor) -> None:
         self._p, self._old = p, p.grad
         self._mark = torch.zeros_like(p)
+
+    @classmethod
+    def of(cls, params: Tensors) -> Probe | None:
+        """In one of those that have a gradient, if any."""
+        found = next((p for p in params if p.grad is not None and not tensors.is_sharded(p)), None)
+        return None if found is None or is_capturing() else cls(found)
 
     def lay(self) -> None:
         """Before the first pass."""

@@ -1,0 +1,42 @@
+"""What is known of the code that calls an optimiser: its first steps show it, and later ones need not look."""
+
+from __future__ import annotations
+
+import torch
+
+from gtracer.optim.loops import Loop
+from gtracer.optim.losses import Comparison
+from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.others import Others
+from gtracer.optim.watch import Clipping
+from gtracer.scopes import RandomState, have_moved
+
+
+class Caller:
+    """A user's own code, or a host's.
+
+    Attributes:
+        loop: What its last call has left for the next.
+        draws: Whether a pass of its draws from Python's or NumPy's random numbers; None while nobody knows.
+        clipping: Whether it clips the gradients of each pass.
+        losses: Whether its second pass sees the loss of the first.
+        others: Parameters of other optimisers that its loss reaches.
+    """
+
+    def __init__(self, method: Method, devices: set[torch.device]) -> None:
+        self.draws: bool | None = None
+        self.loop = Loop(RandomState(devices, others=True))
+        # SAM's direction has no length, and its total is the second gradient: as it is clipped or scaled.
+        self.clipping = Clipping(asked=isinstance(method, TraceRatio))
+        self.losses = Comparison(method)
+        self.others = Others()
+
+    def begin(self, random: RandomState) -> None:
+        """A loop of its own is at `zero_grad`, after which its first pass comes."""
+        self.loop.take_watch()
+        self.loop = Loop(random)
+
+    def note_draws(self, start: RandomState) -> None:
+        """Look whether anybody has drawn in the first pass, where nobody knows."""
+        if self.draws is None and start.others is not None:
+            self.draws = have_moved(start.others)
