@@ -2,12 +2,14 @@
 
 import random
 import warnings
+import weakref
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gtracer import AdamWTracer, FiniteDifference, SGDTracer, Tracer
 from gtracer.optim import losses
@@ -105,6 +107,44 @@ def test_the_same_batch_is_not(make, problem):
     for i in range(10):
         opt.step(lambda i=i: calls.append(i) or p.loss_of(i))
     assert len(calls) == 10 * (3 if opt.is_central else 2)
+
+
+class Memory(TorchDispatchMode):
+    """How many numbers tensors hold at once, at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most, self.known = 0, 0, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for x in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(x, torch.Tensor) and id(x) not in self.known and not x._is_view():
+                self.known.add(id(x))
+                self.now += x.numel()
+                self.most = max(self.most, self.now)
+                weakref.finalize(x, self.free, id(x), x.numel())
+        return made
+
+    def free(self, key, size):
+        self.known.remove(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_it_takes_no_copy_of_the_weights(name):
+    """The steps in which losses are compared hold no more than later ones, but for a parameter or two."""
+    torch.manual_seed(0)
+    params, most = [nn.Parameter(torch.randn(100)) for _ in range(50)], []
+    opt = MAKERS[name](params)
+    with Memory() as memory:
+        for _ in range(8):
+            opt.zero_grad()
+            memory.most = memory.now
+            opt.step(lambda: sum(p.square().sum() for p in params))
+            most.append(memory.most)
+    assert min(most) > 4 * 5000  # weights come first
+    assert max(most[: losses.LOOKED]) < max(most[losses.LOOKED :]) + 2.5 * 100
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-4])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from gtracer import tensors
 from gtracer.optim import processes
+from gtracer.optim.engines import aimed
 from gtracer.optim.evaluate import Call, Evaluator, displaced_pass
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.stats import Verdict
@@ -28,7 +27,7 @@ OTHER_LOSS = (
     "Python's and NumPy's random numbers replayed, the closure gave {again:.6g}, not {first:.6g}. Does it draw another "
     "batch, or from a generator of its own? Draw outside of it and hand the batch over, step(closure, batch)"
 )
-MOST = 2**26  # weights: it takes a further copy of them
+MOST = 2**26  # weights: it takes a further copy of the largest parameter
 LOOKED = 4  # steps with a second pass, in which the two losses are compared
 SAME, NEAR = 1e-5, 1e-3  # relative: what GPUs add up in another order is about the first
 
@@ -57,7 +56,7 @@ class Comparison:
             return None
         self.steps -= 1
         doubted = self._doubt is not None and self._doubt.is_there and not self._doubt.is_healthy
-        return Losses(step, evaluator, method.radius, partial(method.direction, step, rule), doubted=doubted)
+        return Losses(step, evaluator, method, rule, doubted=doubted)
 
     def conclude(self, losses: Losses) -> None:
         """After the passes: look no further, unless it is not known yet or may be chance."""
@@ -75,15 +74,13 @@ class Losses:
     Args:
         step: Between its passes.
         evaluator: Makes them.
-        radius: ‖e‖.
-        direction: Gives what e points along.
+        method: Displaces the weights along u, by e.
+        rule: Has f.
         doubted: Whether those of the step before did not fit.
     """
 
-    def __init__(
-        self, step: Step, evaluator: Evaluator, radius: float, direction: Callable[[], Tensors], *, doubted: bool
-    ) -> None:
-        self._step, self._evaluator, self._radius, self._direction = step, evaluator, radius, direction
+    def __init__(self, step: Step, evaluator: Evaluator, method: TraceRatio, rule: Rule, *, doubted: bool) -> None:
+        self._step, self._evaluator, self._method, self._rule = step, evaluator, method, rule
         self._doubted = doubted
         self._second: Tensor | None = None  # the loss that the second pass has seen
         self._residual: Tensor | None = None
@@ -96,14 +93,23 @@ class Losses:
         first = self._step.loss
         if self._residual is None and first is not None and isinstance(returned[0], Tensor | float):
             self._second = torch.as_tensor(returned[0]).detach()
-            u = self._direction()
-            scale = self._radius / tensors.norm(u)
-            before = tensors.dot(self._step.gradients, u) * scale
-            after = tensors.dot(gradients, u) * scale
+            before, after = self._slopes(gradients)
             change, first = (self._second - first).to(before), first.to(before)  # of a model on several devices
             allowed = 2 * (after - before).abs() + 3 * NEAR * first.abs()
             self._residual = (change - (before + after) / 2).abs() - allowed
         return gradients
+
+    def _slopes(self, ahead: Tensors) -> tuple[Tensor, Tensor]:
+        """Those at both ends, times ‖e‖."""
+        rest, sums = iter(ahead), []
+        for part in self._step.slices:
+            for one in part.each():  # no second copy of the whole direction beside both gradients
+                u, _ = aimed(one.gradients, *self._method.damped(self._step, self._rule, one), one.signed_rho)
+                sums.append([tensors.dot(u, x) for x in (u, one.gradients, [next(rest)])])
+        home = sums[0][0].device
+        square, before, after = (torch.stack([x.to(home) for x in column]).sum() for column in zip(*sums, strict=True))
+        scale = self._method.radius / square.sqrt()
+        return before * scale, after * scale
 
     def check(self) -> tuple[bool, Verdict | None]:
         """Whether to go on looking, and a doubt that is still on its way from the device: nobody waits for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -124,7 +124,7 @@ class TraceRatio:
         params, compared = step.params, step.gradients if step.compared is None else step.compared
         if isinstance(self.engine, Exact):
             return exact(params, compared, u)
-        again = partial(self.direction, step, rule) if self.lean else None
+        again = (lambda: self._aim(step, rule)[0]) if self.lean else None
         own: dict[str, Any] = {"radius": self.radius, "central": self.central, "run": self.run}
         return finite_difference(params, compared, u, **own, again=again, safely=safely)
 
@@ -134,10 +134,6 @@ class TraceRatio:
         if not self.scale_free:
             return f, delta
         return directions.damped(part, f, rule.base.state, step.rows), min(delta, TINY)
-
-    def direction(self, step: Step, rule: Rule) -> Tensors:
-        """u of a step's gradients, which a displaced pass points along."""
-        return self._aim(step, rule)[0]
 
     def _aim(self, step: Step, rule: Rule) -> tuple[Tensors, Tensor | None]:
         """u of these gradients, and T."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -53,8 +53,14 @@ class Slice:
 
     def without(self, dropped: set[Tensor]) -> Slice:
         """The same with some parameters left out."""
-        kept = [i for i, p in enumerate(self.params) if p not in dropped]
+        return self._only([i for i, p in enumerate(self.params) if p not in dropped])
 
+    def each(self) -> Iterator[Slice]:
+        """Its parameters, one after the other."""
+        for i in range(len(self.params)):
+            yield self._only([i])
+
+    def _only(self, kept: list[int]) -> Slice:
         def some(xs: Tensors | None) -> Tensors | None:
             return None if xs is None else [xs[i] for i in kept]
 
