@@ -177,6 +177,15 @@ def test_every_branch_sees_the_same_batches():
         assert own is None or torch.equal(own, generator.get_state())
 
 
+def test_what_the_first_steps_look_at_is_looked_at_after_it():
+    """Whether the closure draws another batch in its second call: the branches' steps do not count."""
+    made = Training("sgd, a number", steps=0)
+    found_by(made)
+    batches = iter(made.batches)
+    with pytest.warns(UserWarning, match="another batch"):
+        made.opt.step(lambda: made.loss_of(next(batches)))
+
+
 @pytest.mark.parametrize("where", ["training", "held-out"])
 def test_ctrl_c_puts_everything_back(where):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gtracer import SAM, AdamWTracer, Clip, SGDTracer
+from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer
 
 
 class Setting:
@@ -88,6 +88,17 @@ def by_scope(opt, setting, touch, first=True):
     opt.step()
 
 
+def by_two_scopes(opt, setting, touch):
+    opt.zero_grad()
+    setting.loss().backward()
+    touch(setting.params)
+    for _ in range(2):
+        with opt.perturbed():
+            setting.loss().backward()
+            touch(setting.params)
+    opt.step()
+
+
 def before_the_scope(opt, setting, touch):
     opt.zero_grad()
     setting.loss().backward()
@@ -107,6 +118,16 @@ def test_clipping_of_each_pass_is_refused(make, step, clip):
         step(opt, setting, clip)
     assert all(map(torch.equal, setting.weights, before))
     assert opt.steps == 0
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize("step", [by_closure, by_two_scopes])
+def test_of_three_passes_too(step, clip):
+    setting = Setting()
+    opt, before = SGDTracer(setting.params, rho=0.1, engine=FiniteDifference(central=True)), setting.weights
+    with pytest.raises(RuntimeError, match=r"clip=gtracer\.Clip"):
+        step(opt, setting, clip)
+    assert all(map(torch.equal, setting.weights, before))
 
 
 @pytest.mark.parametrize("step", [by_closure, by_scope])
@@ -170,6 +191,9 @@ def test_hooks_are_gone_after_the_first_steps():
     for step in (by_closure, by_scope):
         step(opt, setting, lambda params: None)
         assert not any(p._post_accumulate_grad_hooks for p in setting.params)
+    opt = SGDTracer(setting.params, rho=0.1, engine=FiniteDifference(central=True))
+    by_two_scopes(opt, setting, lambda params: None)
+    assert not any(p._post_accumulate_grad_hooks for p in setting.params)
     opt = SGDTracer(setting.params, rho=0.1)
     with pytest.raises(KeyError):
         by_closure(opt, setting, lambda params: {}[0])
