@@ -137,7 +137,7 @@ def _loss(run: Run, batch: Rows) -> Tensor:
         inputs, labels = _held_out_batch(run, rows)
     else:
         inputs, labels = run.batch(rows)
-    with run._precision():
+    with run.precision():
         outputs = (run.evaluated if is_held_out else run.trained)(inputs).float()
     return run.plain_loss(outputs, labels) if is_held_out else run.loss(outputs, labels)
 
