@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import nn
 
 from gtracer.optim.loops import Loop
 from gtracer.optim.losses import Comparison
@@ -10,6 +10,7 @@ from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.others import Others
 from gtracer.optim.watch import Clipping
 from gtracer.scopes import RandomState, have_moved
+from gtracer.tensors import Tensors
 
 
 class Caller:
@@ -23,18 +24,20 @@ class Caller:
         others: Parameters of other optimisers that its loss reaches.
     """
 
-    def __init__(self, method: Method, devices: set[torch.device]) -> None:
+    def __init__(self, method: Method, params: Tensors) -> None:
         self.draws: bool | None = None
-        self.loop = Loop(RandomState(devices, others=True))
+        self.loop = Loop(RandomState({p.device for p in params}, others=True))
         # SAM's direction has no length, and its total is the second gradient: as it is clipped or scaled.
         self.clipping = Clipping(asked=isinstance(method, TraceRatio))
         self.losses = Comparison(method)
         self.others = Others()
 
-    def begin(self, random: RandomState) -> None:
-        """A loop of its own is at `zero_grad`, after which its first pass comes."""
+    def begin(self, params: Tensors, model: nn.Module | None, *, due: bool) -> None:
+        """A loop of its own is at `zero_grad`, after which its first pass comes; a second one, where it is `due`."""
         self.loop.take_watch()
-        self.loop = Loop(random)
+        self.loop = Loop(RandomState({p.device for p in params}, others=due and self.draws is not False))
+        if due and self.clipping.asked:
+            self.loop.watch = self.clipping.watch(params, model)
 
     def note_draws(self, start: RandomState) -> None:
         """Look whether anybody has drawn in the first pass, where nobody knows."""

@@ -44,7 +44,7 @@ from gtracer.optim.step import COUNT, Left, Slice, Step, combine, drive
 from gtracer.optim.transforms import Clip, Transform
 from gtracer.optim.watch import Probe
 from gtracer.penalty import NONFINITE
-from gtracer.scopes import Copies, RandomState, Signals, is_capturing, uninterrupted
+from gtracer.scopes import Copies, Signals, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
 
 FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can make a step
@@ -113,7 +113,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self._itself = weakref.ref(self)
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
-        self._caller = Caller(self.method, self._devices())
+        self._caller = Caller(self.method, self._params())
         self._left: Left | None = None  # by the last step
         self._fusion = executors.Fusion()
         self._copies = Copies()
@@ -231,11 +231,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             itself.zero_grad(set_to_none)
             return
         super().zero_grad(set_to_none)
-        caller, due = self._caller, self.second_pass_due
-        if not caller.loop.busy:
-            caller.begin(RandomState(self._devices(), others=due and caller.draws is not False))
-            if due and caller.clipping.asked:
-                caller.loop.watch = caller.clipping.watch(self._params(), self.model)
+        if not self._caller.loop.busy:
+            self._caller.begin(self._params(), self.model, due=self.second_pass_due)
 
     def step(
         self,
@@ -468,9 +465,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _params(self) -> Tensors:
         return [p for group in self.param_groups for p in group["params"]]
-
-    def _devices(self) -> set[torch.device]:
-        return {p.device for p in self._params()}
 
     def _check_step(self, call: Call) -> None:
         """Refuse a step at the wrong moment, or with hyper-parameters out of range."""
