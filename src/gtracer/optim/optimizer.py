@@ -308,6 +308,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         caller, due = self._caller, self.second_pass_due
         several = call.parts is not None or call.each or self.method.parts is not None
         around = surroundings_of(self, signals, begins=call.closure is not None, several=several)
+        fuse = any(device.type in FUSED_ON for device in around.devices) or self.implementation == "fused"
+        fuse = fuse and self._fusion.takes(self, call, [p for p in around.params if p.requires_grad])
         seeks = around.seeks
         if call.closure is not None:
             if due and caller.clipping.asked:
@@ -316,8 +318,6 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 around.watch = caller.clipping.watch(around.params, self.model)
             if self._left is None or not self._left.is_untouched:
                 around.probe = Probe.of(around.params)
-        fuse = any(device.type in FUSED_ON for device in around.devices) or self.implementation == "fused"
-        fuse = fuse and self._fusion.takes(self, call, [p for p in around.params if p.requires_grad])
         anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
         with all_or_nothing(around, anew=anew, checked=self.nonfinite != "ignore"):
             if call.closure is None:
