@@ -182,8 +182,13 @@ def test_what_the_first_steps_look_at_is_looked_at_after_it():
     made = Training("sgd, a number", steps=0)
     found_by(made)
     batches = iter(made.batches)
+
+    def train():
+        for _ in range(3):
+            made.opt.step(lambda: made.loss_of(next(batches)))
+
     with pytest.warns(UserWarning, match="another batch"):
-        made.opt.step(lambda: made.loss_of(next(batches)))
+        train()
 
 
 @pytest.mark.parametrize("where", ["training", "held-out"])
