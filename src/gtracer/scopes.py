@@ -93,9 +93,7 @@ class Buffers:
         self.buffers: list[Tensor] = []
         self._kinds: list[Any] = []
         self._places: list[tuple[dict[str, Any], str]] = []
-        self.saved: Tensors = []
-        self._pairs: list[tuple[Tensors, Tensors]] = []
-        self._choices: list[_Choice] | None = None
+        self._rooms: list[_Room] = []
         self.save()
 
     @torch.no_grad()
@@ -107,12 +105,15 @@ class Buffers:
         kinds = [(id(b), b.dtype, b.shape, b.device) for b in now]
         if kinds != self._kinds:
             self._kinds, self.buffers = kinds, now
-            self.saved = tensors.clone(self.buffers)
-            self._pairs = tensors.paired(self.saved, self.buffers)
-            self._choices = None
-            return
-        for saved, there in self._pairs:
-            torch._foreach_copy_(saved, there)
+            self._rooms = _rooms(tensors.local(now))
+        for room in self._rooms:
+            room.save()
+
+    @property
+    def saved(self) -> Tensors:
+        """The copies, in the order of the buffers."""
+        copies = {i: copy for room in self._rooms for i, copy in zip(room.indices, room.copies, strict=True)}
+        return [copies[i] for i in range(len(copies))]
 
     def now(self) -> Tensors:
         """What the model has in their places: a forward pass may change a buffer or put another in its place."""
@@ -124,8 +125,8 @@ class Buffers:
         for (where, name), buffer in zip(self._places, self.buffers, strict=True):
             if where.get(name) is not buffer:
                 where[name] = buffer
-        for saved, now in self._pairs:
-            torch._foreach_copy_(now, saved)
+        for room in self._rooms:
+            room.restore()
 
     def lay_out(self) -> None:
         """Let the model work on further copies, for a graph to hold; `restore` puts its own back."""
@@ -135,30 +136,42 @@ class Buffers:
     @torch.no_grad()
     def restore_unless(self, healthy: Tensor) -> None:
         """Where that is 0; on the device, by a few kernels for all of them."""
-        if self._choices is None:
-            self._choices = [_Choice(saved, now) for saved, now in self._pairs]
-        for choice in self._choices:
-            choice.take_first_unless(healthy)
+        for room in self._rooms:
+            room.restore_unless(healthy)
 
 
-class _Choice:
-    """Buffers of one kind, here and there, and one piece of memory to choose between them in."""
+class _Room:
+    """Copies of those of some tensors that are of one kind, side by side in one piece of memory."""
 
-    def __init__(self, saved: Tensors, now: Tensors) -> None:
-        self._now, self._lists = now, (saved, now)
-        sizes, kind = [x.numel() for x in now], now[0]
-        self._room = [torch.empty(sum(sizes), dtype=kind.dtype, device=kind.device) for _ in range(3)]
-        self._pieces = [x.view_as(y) for x, y in zip(torch.split(self._room[2], sizes), now, strict=True)]
-        # Views are made once, where there are any: in every step they take longer than the kernels.
-        self._flat = [x.view(-1) for x in (*saved, *now)] if all(map(Tensor.is_contiguous, (*saved, *now))) else None
+    def __init__(self, xs: Tensors, indices: list[int]) -> None:
+        self.indices, self.originals = indices, [xs[i] for i in indices]
+        self._flat, self.copies = self._piece()
+        self._second: tuple[Tensor, Tensors] | None = None
 
-    def take_first_unless(self, healthy: Tensor) -> None:
-        before, there, chosen = self._room
-        flat = self._flat or [x.reshape(-1) for xs in self._lists for x in xs]
-        torch.cat(flat[: len(self._now)], out=before)
-        torch.cat(flat[len(self._now) :], out=there)
-        torch.where(healthy.to(there.device) > 0, there, before, out=chosen)
-        torch._foreach_copy_(self._now, self._pieces)
+    def _piece(self) -> tuple[Tensor, Tensors]:
+        sizes, kind = [x.numel() for x in self.originals], self.originals[0]
+        flat = torch.empty(sum(sizes), dtype=kind.dtype, device=kind.device)
+        return flat, [part.view(x.shape) for part, x in zip(torch.split(flat, sizes), self.originals, strict=True)]
+
+    def save(self) -> None:
+        torch._foreach_copy_(self.copies, self.originals)
+
+    def restore(self) -> None:
+        torch._foreach_copy_(self.originals, self.copies)
+
+    def restore_unless(self, healthy: Tensor) -> None:
+        flat, there = self._second = self._second or self._piece()
+        torch._foreach_copy_(there, self.originals)
+        torch.where(healthy.to(flat.device, torch.bool), flat, self._flat, out=flat)
+        torch._foreach_copy_(self.originals, there)
+
+
+def _rooms(xs: Tensors) -> list[_Room]:
+    """One for each kind."""
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        alike.setdefault((x.dtype, x.device), []).append(i)
+    return [_Room(xs, indices) for indices in alike.values()]
 
 
 def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:

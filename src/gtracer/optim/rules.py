@@ -257,5 +257,5 @@ class AdamRule:
 
 def _counted(group: dict[str, Any], counts: Tensors) -> list[Any]:
     """Of steps: numbers, or tensors that a captured step goes on counting."""
-    on_device = group["capturable"] or (group.get("fused") and not counts[0].is_cpu)
+    on_device = group["capturable"] or not counts[0].is_cpu
     return list(counts) if on_device else [float(count) for count in counts]

@@ -166,14 +166,14 @@ def finish_kernel(
     log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
-    CLIPPED: tl.constexpr, GUARDED: tl.constexpr, LIMITED: tl.constexpr,
+    CLIPPED: tl.constexpr, GUARDED: tl.constexpr, LIMITED: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
     is to be KEPT, the new one is put in the row after them. LIMITED, it is shrunk first. Where it is
     CLIPPED, the total is shrunk. GUARDED, it is only moved back where a number is not `healthy`. The average learns of
-    ∇L, or of the WHOLE total. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
+    ∇L, or of the WHOLE total. The learning RATE is a number, or where one is to be read. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -203,7 +203,7 @@ def finish_kernel(
             tl.store(at + 1, tl.sum(total * total))
             if CLIPPED:
                 total *= tl.load(shrink)
-            rate = tl.load(lr)
+            rate = lr if RATE else tl.load(lr)
             seen = total if WHOLE else g
             second = beta2 * v + less2 * seen * seen
             if ADAM:
@@ -333,16 +333,14 @@ class Launched:
             Sums of (ρ∇T)² and of (∇L + ρ∇T)².
         """
         own, sums = self._options, self._sums(2)
-        lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else torch.full((), own["lr"], device=self._device)
+        lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else float(own["lr"])
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        pointers = [
-            lr if number is None else number for number in (limit, shrink, healthy)
-        ]  # else some place, not read
+        pointers = [sums if number is None else number for number in (limit, shrink, healthy)]  # else not read
         given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
         kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
-        kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None}
+        kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None, "RATE": isinstance(lr, float)}
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums.sum(0)
 
