@@ -126,7 +126,7 @@ def found(word: str, *, device: str, last: bool, **chosen: Any) -> Subject:
 
 def write(it: Subject, measured: Sharpness, out: Path, landscapes: dict[str, Any]) -> None:
     """All numbers as JSON, and figures."""
-    told = {
+    numbers = {
         "format": FORMAT,
         "name": it.name,
         "rows": [row._asdict() for row in measured.rows()],
@@ -134,7 +134,7 @@ def write(it: Subject, measured: Sharpness, out: Path, landscapes: dict[str, Any
         "landscapes": {name: each.to_mapping() for name, each in landscapes.items()},
         "environment": provenance.describe(next(it.model.parameters()).device),
     }
-    files.write(out / NAME, (json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n").encode())
+    files.write(out / NAME, (json.dumps(finite(numbers), indent=1, ensure_ascii=False) + "\n").encode())
     spectra = {"Hessian": measured.hessian, "Gauss-Newton": measured.ggn}
     there = {name: spectrum for name, spectrum in spectra.items() if spectrum is not None}
     if there:

@@ -181,7 +181,7 @@ class Run:
 
         def loss_of(inputs: Any, labels: Tensor) -> Tensor:
             try:
-                with self._precision():
+                with self.precision():
                     outputs = self.trained(inputs).float()
             except ValueError as error:  # torch's batch norm of one example, above all
                 what = f"{self.model_name} refuses a batch of {len(labels)}: {one_line(error)}"
@@ -201,7 +201,8 @@ class Run:
         self.optimizer.step()
         return loss.detach()
 
-    def _precision(self) -> torch.autocast:
+    def precision(self) -> torch.autocast:
+        """Where the model is called, in the precision that was asked for."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def row(self, measured: dict[str, float]) -> dict[str, float]:
@@ -261,7 +262,7 @@ class Run:
     def _outputs(self, data: EvaluationData) -> Tensor:
         """The model's outputs for these examples."""
         self.model.eval()
-        with self._precision():
+        with self.precision():
             outputs = torch.cat([self.evaluated(inputs).float() for inputs in batches.each(data.batch, data.parts)])
         return self.processes.joined(outputs)[: len(data.labels)]
 
