@@ -154,6 +154,12 @@ class TestImages:
         )
         assert cli.main(["predict", "run", "photos/cat"]) == 0
         assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 31
+        (tmp_path / "none").mkdir()
+        assert cli.main(["predict", "run", "none"]) == 1
+        assert capsys.readouterr().err == "gtracer: none holds no images\n"
+        (tmp_path / "run" / "splits.json").write_text("[]")
+        assert cli.main(["evaluate", "run"]) == 1
+        assert "splits.json is damaged (list indices must be" in capsys.readouterr().err
 
 
 class TestTables:
