@@ -282,6 +282,11 @@ def an_empty_image(folder):
     return ["--task", "d"]
 
 
+def no_text_at_all(folder):
+    (folder / "d.csv").touch()
+    return ["--task", "d.csv"]
+
+
 def no_image_at_all(folder):
     images(folder / "d", {"cat": 3, "dog": 3})
     (folder / "d" / "cat" / "0.png").write_text("not an image")
@@ -333,6 +338,7 @@ def table(change, *words):
         (table(lambda f: f.assign(label=["new", *f["label"][:-1]])), "d.csv: class 'new' has one example"),
         (table(lambda f: f.assign(age=[numpy.inf, *f["age"][1:]])), "column 'age' holds infinity"),
         (table(lambda f: f[:0]), "d.csv is empty: it has no row with a label"),
+        (no_text_at_all, "d.csv is empty: it has no row with a text and its class"),
         (table(lambda f: f, "--model", "resnet20"), "model 'resnet20' wants images"),
         (table(lambda f: f, "--augment"), "augment = True has no effect: it is for images"),
         (lambda _: ["--task", "nomodule:f"], "nomodule:f cannot be imported: No module named 'nomodule'"),
