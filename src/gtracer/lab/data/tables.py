@@ -157,8 +157,8 @@ def _kinds(frame: Any, path: Path, label: str) -> _Kinds:
 def _columns(names: Sequence[str]) -> str:
     """As they are said.
 
-    >>> _columns(["a"]), _columns(list("abcde"))
-    ("column 'a' has", "columns 'a', 'b', 'c' and 2 others have")
+    >>> _columns(["a"]), _columns(list("abc")), _columns(list("abcde"))
+    ("column 'a' has", "columns 'a', 'b', 'c' have", "columns 'a', 'b', 'c' and 2 others have")
     """
     some = ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
     return f"column {some} has" if len(names) == 1 else f"columns {some} have"
