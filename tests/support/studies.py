@@ -32,8 +32,8 @@ class InThisProcess:
         pass
 
     def __call__(self, jobs):
-        for config, folder in jobs:
-            yield Event(config, ended=True, failure=failure_of(config, folder, []))
+        for job in jobs:
+            yield Event(job.config, ended=True, failure=failure_of(job, []))
 
 
 def study(**changes) -> Study:

@@ -14,6 +14,6 @@ def test_processes_that_cannot_be_started(tmp_path, monkeypatch):
         raise OSError("no more\nprocesses")
 
     monkeypatch.setattr(local, "Process", no_more)
-    cells = [(config, tmp_path / str(index)) for index, config in enumerate(RUNS[:3])]
+    cells = [local.Job(config, tmp_path / str(index)) for index, config in enumerate(RUNS[:3])]
     with pytest.raises(LabError, match=r"^cannot train in other processes: no more processes$"):
         list(local.Local(2)(cells))
