@@ -86,8 +86,8 @@ class Subject:
             if "allocate" in str(error):  # there is not enough memory, and what to do then is said elsewhere
                 raise
             raise LabError(f"{self.name}: {one_line(error)}") from error
-        except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, OSError) as error:
-            if not self.is_own:
+        except Exception as error:  # the user's own, of any class
+            if not self.is_own or isinstance(error, LabError | MemoryError):
                 raise
             raise LabError(f"{self.name} raises {raised(error)}") from error
 
