@@ -393,6 +393,8 @@ def _compare(chosen: argparse.Namespace) -> None:
 
     if chosen.task is not None:
         raise LabError(f"gtracer compare takes its data as {chosen.examples!r}: leave --task out")
+    if chosen.seed is not None:
+        raise LabError(f"seed = {chosen.seed} has no effect: seeds count from 0, --seeds says how many")
     chosen.task = chosen.examples
     asked = _recommended(chosen) | _asked(chosen)
     wanted = comparison.study(Config.from_mapping(asked), chosen.seeds, asked)

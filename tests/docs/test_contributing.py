@@ -193,7 +193,7 @@ def test_no_file_is_larger_than_the_hook_allows():
 def test_random_order_is_there_when_asked_for(tmp_path):
     """Not by default: pytest-randomly also reseeds, and the tests' tolerances belong to their own seed."""
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
-    words = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    words = [sys.executable, "-m", "pytest", "-n0", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
     for extra, expected in ([], False), (["-p", "randomly"], True):
         done = subprocess.run([*words, *extra, str(tmp_path)], capture_output=True, text=True, check=True, cwd=tmp_path)
         assert ("--randomly-seed=" in done.stdout) is expected

@@ -15,8 +15,10 @@ from torch.nn.functional import cross_entropy
 import gtracer
 from gtracer import cli
 from gtracer.lab.sweeps import study
+from gtracer.lab.sweeps.launchers import local
 from support.encoders import tiny_bert
 from support.places import ROOT
+from support.studies import InThisProcess
 
 DATA = """
 import torch
@@ -88,12 +90,14 @@ def test_the_python_of_the_page_on_choosing_rho_runs(tmp_path, monkeypatch, caps
 
 
 def test_the_docs_commands_run(tmp_path, monkeypatch):
-    """Every `gtracer …` line of README and docs, with fewer epochs."""
+    """Every `gtracer …` line of README and docs, with fewer epochs; runs of a sweep are made in this process."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(local, "Local", InThisProcess)
     lines = [line for page in PAGES for block in blocks("sh", page.read_text()) for line in block.splitlines()]
     commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]
     assert commands
     quick = {
+        "compare": ["--epochs", "1", "--seeds", "1"],
         "bench": ["--rounds", "1", "--batch-size", "4", "--micro-batch", "2", "--device", "cpu"],
         "sweep": ["--epochs", "1", "--seeds", "1"],
         "tune": ["--epochs", "1", "--trials", "2"],

@@ -4,6 +4,7 @@ import functools
 import importlib
 import json
 import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -19,21 +20,38 @@ from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.study import load
 from gtracer.lab.sweeps.sweep import RunsFolder
 from support.places import ROOT
+from support.studies import InThisProcess
 
 STUDIES, RECORDS = ROOT / "studies", ROOT / "records"
 README = (ROOT / "README.md").read_text()
 
 
-def study(name, *words):
+def script(name, *words):
+    """`python studies/NAME.py …`: what it prints."""
     command = [sys.executable, str(STUDIES / f"{name}.py"), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def study(monkeypatch, capsys):
+    """A function: the same in this process, which makes the runs too."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    monkeypatch.setattr(importlib.import_module("runs"), "Local", InThisProcess)
+
+    def printed(name, *words):
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        capsys.readouterr()
+        runpy.run_path(str(STUDIES / f"{name}.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return printed
 
 
 def records(folder):
     return RunsFolder.of(folder).all()
 
 
-def test_the_study_of_estimators_runs(tmp_path):
+def test_the_study_of_estimators_runs(tmp_path, study):
     """One epoch, two methods: tuned on held-out data, then trained on all of it."""
     words = ["--epochs", "1", "--seeds", "1", "--tuning-seeds", "1", "--out", str(tmp_path)]
     words += ["--methods", "SGD", "per-example"]
@@ -48,7 +66,7 @@ def test_the_study_of_estimators_runs(tmp_path):
     assert final.curves["test_accuracy"][-1] == result["per-example"]["accuracies"][0]
 
 
-def test_the_study_of_depths_runs(tmp_path):
+def test_the_study_of_depths_runs(tmp_path, study):
     """Each method's ρ for each depth is the best of its seven on held-out data, and is used on the other depth."""
     printed = study("depths", "--epochs", "1", "--seeds", "1", "--depths", "2", "3", "--out", str(tmp_path))
     result = json.loads((tmp_path / "result.json").read_text())
@@ -66,7 +84,7 @@ def test_the_study_of_depths_runs(tmp_path):
     assert f"sam, on depths that it was not tuned for: {100 * sum(others) / 2:.1f}" in printed
 
 
-def test_the_study_of_the_posterior_runs():
+def test_the_study_of_the_posterior_runs(study):
     lines = study("posterior", "--epochs", "1", "--seeds", "1").splitlines()
     assert len(lines) == 2 + 4 * 5
     assert lines[2].startswith("| 0% label noise | 0 | weights alone |")
@@ -85,7 +103,7 @@ def test_the_study_of_the_posterior_runs():
     ],
     ids=["minilm", "minilm-loss", "mpnet"],
 )
-def test_a_study_with_what_its_search_chose(tmp_path, encoder, final, line):
+def test_a_study_with_what_its_search_chose(tmp_path, study, encoder, final, line):
     """Table 3's values are those of the records of its search, whose test data had no say."""
     search, out = str(STUDIES / "superglue" / f"search-{encoder}.yaml"), tmp_path / "chosen.json"
     runs = RECORDS / "superglue" / f"search-{encoder}.jsonl.xz"
@@ -97,7 +115,7 @@ def test_a_study_with_what_its_search_chose(tmp_path, encoder, final, line):
 def test_a_search_that_was_not_run_chooses_nothing(tmp_path):
     search = str(STUDIES / "superglue" / "search-minilm.yaml")
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        study("chosen", search, str(tmp_path), "table3-minilm", "-o", str(tmp_path / "chosen.json"))
+        script("chosen", search, str(tmp_path), "table3-minilm", "-o", str(tmp_path / "chosen.json"))
     assert "has no finished run of 'SAM, ρ 0.003' in setting 'BoolQ'" in caught.value.stderr
 
 
@@ -303,7 +321,7 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
         assert (min(lost), max(lost), *best) == {"20%": (-2.4, 0.2, 3.3, 3.6), "50%": (-1.9, 1.8, 8.9, 9.3)}[noise]
 
 
-def test_the_study_of_label_errors_runs(tmp_path):
+def test_the_study_of_label_errors_runs(tmp_path, study):
     """Two epochs: its rows are what find-label-errors says, and accuracies those of the records."""
     words = ["--problems", "digits", "--noise", "0.2", "--seeds", "0", "--epochs", "2", "--out", str(tmp_path)]
     printed = study("label_errors", *words, "--parallel", "3")
@@ -320,11 +338,11 @@ def test_the_study_of_label_errors_runs(tmp_path):
     assert study("label_errors", *words) == printed[printed.index("|") :]
 
 
-def test_the_study_of_sharpness_runs(tmp_path):
+def test_the_study_of_sharpness_runs(tmp_path, study):
     """One epoch, two methods; a second time nothing is made again."""
     words = ["--problems", "digits, clean", "--methods", "SGD", "TRACER", "--epochs", "1", "--seeds", "1"]
     words += ["--examples", "64", "--steps", "2", "--out", str(tmp_path)]
-    printed = study("flatness", *words)
+    printed = script("flatness", *words)
     file = tmp_path / "results.jsonl"
     before = file.read_bytes()
     rows = [json.loads(line) for line in before.splitlines()]

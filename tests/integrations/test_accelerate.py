@@ -1,5 +1,7 @@
 """A loop of Accelerate's makes the steps of a closure with micro-batches."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -81,3 +83,28 @@ def test_another_optimiser_is_refused():
     net = network()
     with pytest.raises(ValueError, match="got SGD"):
         Passes(Accelerator(cpu=True), net, torch.optim.SGD(net.parameters()))
+
+
+def test_of_each_round_of_passes_only_the_last_synchronises(monkeypatch):
+    """As of the first, which Accelerate sees to: processes exchange gradients once."""
+    accelerator = Accelerator(gradient_accumulation_steps=3, cpu=True)
+    model = accelerator.prepare(network())
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.05)
+    passes, apart, seen = Passes(accelerator, model, opt), [], []
+
+    @contextmanager
+    def no_sync(_):
+        apart.append(True)
+        yield
+        apart.pop()
+
+    monkeypatch.setattr(accelerator, "no_sync", no_sync)
+    for x, y in batches()[:3]:
+        with accelerator.accumulate(model):
+
+            def loss_of(x=x, y=y):
+                seen.append(bool(apart))
+                return cross_entropy(model(x), y)
+
+            passes(loss_of)
+    assert seen == [True, True, False] * 2

@@ -1,6 +1,7 @@
 """Micro-batches, clipping and float16's loss scaling, against the plain step of the whole batch."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -395,3 +396,38 @@ def test_a_pool_without_penalties_has_none():
     assert step.loss is None
     assert step.trace_ratio is None
     assert len(step.slices) == 1
+
+
+def test_the_passes_for_f0_leave_no_trace_in_random_numbers():
+    """Each part's f would start from its own: passes over all come first, and the step's dropout is as without them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(), nn.Linear(16, 3)).double()
+    parts = [(torch.randn(6, 4).double(), torch.randint(3, (6,))) for _ in range(2)]
+
+    def loss_of(x, y):
+        return cross_entropy(model(x), y)
+
+    torch.manual_seed(1)
+    expected = sum(loss_of(x, y).item() / 2 for x, y in parts)
+    torch.manual_seed(1)
+    found = SGDTracer(model.parameters(), lr=0.1, rho=0.1, model=model).step(loss_of, batches=parts, penalty="each")
+    assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("sizes", "order"), [((4, 8), [0, 1, 0, 0, 1, 1]), ((12,), [0, 0])])
+def test_passes_of_a_part_draw_the_same_numbers_of_python_s_own(sizes, order):
+    """Those for f₀, which one part alone does not need, then both of each part."""
+    torch.manual_seed(0)
+    model, drawn = nn.Linear(4, 3).double(), []
+    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
+
+    def loss_of(x, y):
+        drawn.append(random.random())
+        return cross_entropy(drawn[-1] * model(x), y)
+
+    random.seed(1)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.1, model=model)
+    opt.step(loss_of, batches=cut(x, y, *sizes), penalty="each")
+    random.seed(1)
+    first, second = random.random(), random.random()
+    assert drawn == [(first, second)[i] for i in order]

@@ -18,8 +18,8 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
-from gtracer.curvature import hutchinson
-from gtracer.experimental import Precondition, Ridge
+from gtracer.curvature import gradient_magnitude, hutchinson
+from gtracer.experimental import Precondition, PreviousStep, Ridge
 from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
 from support.problems import make, tanh_mlp
@@ -398,3 +398,47 @@ def test_a_lazy_module_has_to_see_a_batch_first():
 def test_a_closure_that_forgets_its_return_is_told():
     with pytest.raises((RuntimeError, ValueError), match="loss"):
         SGDTracer([weight()], rho=0.1).step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "without the second pass: pass a closure"),
+        ({"engine": "exact"}, "makes its own passes, use step(closure)"),
+        ({"reuse": PreviousStep()}, "displaces the weights itself, step(closure)"),
+    ],
+    ids=["finite difference", "exact", "previous step"],
+)
+def test_a_step_alone_is_refused_but_of_zeros_which_only_makes_state(options, message):
+    """torch.distributed.checkpoint steps with gradients of zeros, so that there is state to load into."""
+    first, unused = weight(), weight()
+    opt = SGDTracer([first, unused], lr=0.1, rho=0.1, momentum=0.9, **options)
+    first.grad = torch.zeros(2)
+    opt.step()
+    assert torch.equal(first, torch.ones(2))
+    assert "f" in opt.state[first]
+    first.grad = torch.ones(2)
+    with pytest.raises(RuntimeError) as caught:
+        opt.step()
+    assert message in str(caught.value)
+    assert torch.equal(first, torch.ones(2))
+
+
+def test_an_estimator_that_looks_into_one_pass_takes_the_batch_whole():
+    """The exact engine with squared gradients takes it in parts too."""
+    torch.manual_seed(0)
+    model, parts = nn.Linear(2, 3), [(torch.randn(4, 2), torch.randint(3, (4,))) for _ in range(2)]
+    for curvature in (gradient_magnitude, hutchinson()):
+        opt = SGDTracer(model.parameters(), lr=0.1, rho=0.1, engine="exact", curvature=curvature, model=model)
+        before = [p.detach().clone() for p in model.parameters()]
+
+        def step(opt=opt):
+            return opt.step(lambda x, y: nn.functional.cross_entropy(model(x), y), batches=parts)
+
+        if curvature is gradient_magnitude:
+            step()
+            assert not any(map(torch.equal, before, model.parameters()))
+            continue
+        with pytest.raises(RuntimeError, match="looks into one pass over the whole batch"):
+            step()
+        assert all(map(torch.equal, before, model.parameters()))

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from gtracer import SGDTracer
-from gtracer.sharpness import Settings, SplitLoss, classification, eigenvectors, measure
+from gtracer.sharpness import Settings, SplitLoss, classification, eigenvectors, measure, picture
 from gtracer.sharpness.bound import inverse_kl
 from gtracer.sharpness.result import INVARIANT
 from support.dense import batches, flat, matrices
@@ -382,3 +384,29 @@ def test_wrong_arguments_are_named(wrong, said):
     with pytest.raises(ValueError, match=said) as caught:
         measure(model, classification(model), batches(), **QUIET, **wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_in_plain_values_a_number_stays_and_what_is_none_is_null():
+    torch.manual_seed(0)
+    model = tanh_mlp()
+    found = measure(model, classification(model), batches((5,)), **NOTHING)
+    plain = replace(found, gradient_noise=math.nan).to_mapping()
+    assert (plain["loss"], plain["gradient_norm"]) == (found.loss, found.gradient_norm)
+    assert plain["gradient_noise"] is None
+
+
+def test_progress_goes_from_the_first_batch_to_the_whole():
+    torch.manual_seed(0)
+    model, shares = tanh_mlp(), []
+    few = {"steps": 3, "probes": 1, "samples": 1, "ascent": 1}
+    measure(model, classification(model), batches((5,)), **few, progress=lambda what, share: shares.append(share))
+    assert 0 < shares[0] < 0.1
+    assert shares == sorted(shares)
+    assert 0.5 < shares[-1] <= 1.0
+
+
+def test_without_matplotlib_drawing_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    needs = r"drawing needs matplotlib.*: pip install 'gtracer-optim\[lab\]'"
+    with pytest.raises(ModuleNotFoundError, match=needs), picture.axes(tmp_path / "x.png"):
+        pass

@@ -132,9 +132,9 @@ class TracerMixin(_MeanLoss):
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         if (found := self._rhos()) != asked:
             warnings.warn(
-                f"training goes on with the checkpoint's rho = {_told(found)}, as with its learning rate; asked was "
-                f"{_told(asked)}. To change it, set it in the groups of trainer.optimizer when training has begun, or "
-                "start anew",
+                f"training goes on with the checkpoint's rho = {_listed(found)}, as with its learning rate; asked was "
+                f"{_listed(asked)}. To change it, set it in the groups of trainer.optimizer when training has begun, "
+                "or start anew",
                 stacklevel=2,
             )
 
@@ -208,7 +208,7 @@ class TracerMixin(_MeanLoss):
         return {} if stats is None else {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
 
 
-def _told(rhos: list[Any]) -> str:
+def _listed(rhos: list[Any]) -> str:
     return ", ".join(str(rho) for rho in dict.fromkeys(rhos))
 
 

@@ -212,8 +212,8 @@ class Config:
     @property
     def folder(self) -> str:
         """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
-        told = {name: x for name, x in self.to_mapping().items() if name not in LATER or x != LATER[name]}
-        mark = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:8]
+        options = {name: x for name, x in self.to_mapping().items() if name not in LATER or x != LATER[name]}
+        mark = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
         return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
 
 

@@ -62,8 +62,8 @@ def raised(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not {"site-packages", "gtracer"} & {*Path(frame.filename).parts}] or frames
     where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
-    told = one_line(error)
-    return f"{type(error).__name__}{': ' * bool(told)}{told}{where}"
+    message = one_line(error)
+    return f"{type(error).__name__}{': ' * bool(message)}{message}{where}"
 
 
 class _Short(reprlib.Repr):
@@ -75,3 +75,4 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 _SHORT.maxstring = _SHORT.maxother = 60
 _SHORT.maxlevel = 2
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 4

@@ -67,10 +67,10 @@ def examples_in(batch: Any) -> int:
     """
     lengths = set(_lengths(batch))
     if len(lengths) != 1:
-        told = f"tensors of {len(lengths)} lengths ({sorted(lengths)})" if lengths else "no tensor"
+        found = f"tensors of {len(lengths)} lengths ({sorted(lengths)})" if lengths else "no tensor"
         raise ValueError(
-            f"batches must tell how many examples they hold, a {type(batch).__name__} has {told}: pass examples_of=, a "
-            "function of a batch that gives the number"
+            f"batches must tell how many examples they hold, a {type(batch).__name__} has {found}: pass examples_of=, "
+            "a function of a batch that gives the number"
         )
     return lengths.pop()
 

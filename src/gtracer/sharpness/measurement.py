@@ -124,13 +124,12 @@ def measure(
             alpha = 1 / (objective.examples * prior)
             found["effective_dimension"] = found[GGN if GGN in kinds else HESSIAN].effective_dimension(alpha)
         numbers = {"steps": steps, "tolerance": tolerance, "probes": probes, "samples": samples, "ascent": ascent}
-        told = {**positive, **numbers, "prior": prior, "train_mode": train_mode, "seed": seed}
         return Sharpness(
             **found,
             examples=objective.examples,
             batches=(len(objective.counts), max(objective.counts)),
             parameters=objective.size,
-            settings=told,
+            settings={**positive, **numbers, "prior": prior, "train_mode": train_mode, "seed": seed},
         )
 
 

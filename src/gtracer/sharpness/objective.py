@@ -222,13 +222,13 @@ class Objective:
     @torch.no_grad()
     def value_here(self) -> Value:
         """The loss at the weights that the model has."""
-        loss, right, told = 0.0, 0.0, True
+        loss, right, counted = 0.0, 0.0, True
         for index, batch, examples in self.sweep():
             found, correct = self._evaluated(batch)
             loss += examples * self._number(found, index)
-            told = told and correct is not None
+            counted = counted and correct is not None
             right += 0.0 if correct is None else examples * correct
-        return Value(loss / self.examples, right / self.examples if told else None)
+        return Value(loss / self.examples, right / self.examples if counted else None)
 
     def gradients(self, displacement: Tensor | None = None) -> Iterator[tuple[float, float, Tensor]]:
         """Of each batch: its examples, loss and gradient."""

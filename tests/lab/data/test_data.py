@@ -172,6 +172,21 @@ def test_fashion_mnist_beside_mnist(tmp_path):
     assert len(data.load(Config(task="fashion-mnist", data=str(tmp_path))).train.labels) == 20
 
 
+def test_some_files_beside_the_folder_are_not_all_that_is_wanted(tmp_path, monkeypatch):
+    """What is missing is downloaded into a folder of its own, not between them."""
+    idx(tmp_path / "train-labels-idx1-ubyte.gz", numpy.arange(10))
+    asked = []
+
+    def ensure(folder, names, sources):
+        asked.append(folder)
+        raise LabError("offline")
+
+    monkeypatch.setattr(vision, "ensure", ensure)
+    with pytest.raises(LabError, match="offline"):
+        data.load(Config(task="fashion-mnist", data=str(tmp_path)))
+    assert asked == [tmp_path / "fashion-mnist"]
+
+
 class Evil:
     def __reduce__(self):
         return (print, ("this code must not run",))

@@ -154,6 +154,12 @@ class TestImages:
         )
         assert cli.main(["predict", "run", "photos/cat"]) == 0
         assert len((tmp_path / "predictions.csv").read_text().splitlines()) == 31
+        (tmp_path / "none").mkdir()
+        assert cli.main(["predict", "run", "none"]) == 1
+        assert capsys.readouterr().err == "gtracer: none holds no images\n"
+        (tmp_path / "run" / "splits.json").write_text("[]")
+        assert cli.main(["evaluate", "run"]) == 1
+        assert "splits.json is damaged (list indices must be" in capsys.readouterr().err
 
 
 class TestTables:
@@ -276,6 +282,11 @@ def an_empty_image(folder):
     return ["--task", "d"]
 
 
+def no_text_at_all(folder):
+    (folder / "d.csv").touch()
+    return ["--task", "d.csv"]
+
+
 def no_image_at_all(folder):
     images(folder / "d", {"cat": 3, "dog": 3})
     (folder / "d" / "cat" / "0.png").write_text("not an image")
@@ -327,6 +338,7 @@ def table(change, *words):
         (table(lambda f: f.assign(label=["new", *f["label"][:-1]])), "d.csv: class 'new' has one example"),
         (table(lambda f: f.assign(age=[numpy.inf, *f["age"][1:]])), "column 'age' holds infinity"),
         (table(lambda f: f[:0]), "d.csv is empty: it has no row with a label"),
+        (no_text_at_all, "d.csv is empty: it has no row with a text and its class"),
         (table(lambda f: f, "--model", "resnet20"), "model 'resnet20' wants images"),
         (table(lambda f: f, "--augment"), "augment = True has no effect: it is for images"),
         (lambda _: ["--task", "nomodule:f"], "nomodule:f cannot be imported: No module named 'nomodule'"),

@@ -137,6 +137,27 @@ def test_one_clear_line(runs, words, said, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("fails()", "mine:given raises OSError: a b (mine.py, line 4)"),
+        ("(net, lambda batch: 1 / 0, [x])", "given raises ZeroDivisionError: division by zero (mine.py, line 10)"),
+        ("(net, lambda batch: batch.y, [x])", "given raises AttributeError: 'Tensor' object has no attribute 'y'"),
+        ("(net, lambda batch: net(batch).sum(), fails)", "given: batches must be a DataLoader or a list of batches"),
+    ],
+)
+def test_a_function_of_one_s_own_that_fails(given, message, tmp_path, monkeypatch, capsys):
+    lines = ["import torch", "from torch import nn", "def fails(*_):", "    raise OSError('a\\nb')"]
+    lines += ["net, x = nn.Linear(2, 1), torch.ones(2, 2)", "", "", "", "def given():", f"    return {given}"]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["sharpness", "mine:given", *QUICK[2:]]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gtracer: {message}")
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["mine.py"]
+
+
 def test_weights_that_are_no_numbers(runs, tmp_path, capsys):
     trained = gtracer.load(runs / "tracer")
     its = subject(trained, examples=64)

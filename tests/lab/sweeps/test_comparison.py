@@ -54,6 +54,8 @@ def test_the_choice_is_by_held_out_data_and_its_model_is_there(tmp_path, monkeyp
     [
         (["digits", "--task", "digits"], "leave --task out"),
         (["digit"], "unknown task 'digit': did you mean digits?"),
+        (["digits", "--holdout", "0"], "holdout must be above 0"),
+        (["digits", "--seed", "3"], "seed = 3 has no effect"),
         (["digits", "--max-length", "9"], "max_length = 9 has no effect"),
     ],
 )

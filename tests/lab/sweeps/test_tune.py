@@ -122,6 +122,20 @@ def test_what_is_searched():
     assert searched(Config(optimizer="sgd"), "lr=0.01:1") == [Range("lr", 0.01, 1.0)]
 
 
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (Config(), ["lr=0.1:1", "lr=0.2:1"], "lr is searched twice"),
+        (Config(), ["rho/delta=0.1:1", "rho=0.1:1"], "rho/delta is searched, and ρ comes from it: leave rho out"),
+        (Config(rho=0.1), ["rho/delta=0.1:1"], "rho/delta is searched, and ρ comes from it: leave rho out"),
+        (Config(rho="auto"), ["rho/delta=0.1:1"], "rho/delta is searched, and ρ comes from it: leave rho out"),
+    ],
+)
+def test_what_a_search_would_pass_over_is_refused(config, given, message):
+    with pytest.raises(LabError, match=f"^{message}"):
+        tune.ranges(config, [Range.parse(text) for text in given])
+
+
 @pytest.mark.parametrize("task", ["rte", "films.csv"])
 def test_texts_are_for_fine_tuning_which_wants_less(task):
     """Table 3's values lie inside of what is searched; those that did harm mostly do not."""

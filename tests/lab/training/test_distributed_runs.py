@@ -1,12 +1,18 @@
 """A run on two processes: the numbers of one, through an interrupt; nothing stays behind."""
 
+import io
+import multiprocessing
 import os
 import signal
+import socket
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 
 import pytest
 import torch
 
+from gtracer import cli
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError
 from gtracer.lab.results.record import Record
@@ -15,7 +21,7 @@ from gtracer.lab.training.checkpoint import NAME as CHECKPOINT
 from gtracer.lab.training.distributed import ProcessGroup
 from gtracer.lab.training.run import Run
 from gtracer.lab.training.trainer import train
-from support.commands import ended, finished, torchrun, until
+from support.commands import SECONDS, ended, torchrun, until
 
 # 1347 training examples: the last batch of an epoch has one, so the second process has none that counts.
 SMALL = Config(
@@ -30,6 +36,35 @@ SMALL = Config(
 TRACER = {"rho": 0.003, "delta": 0.01}
 
 
+@pytest.fixture(scope="module")
+def on_two():
+    """A function: `gtracer …` in two processes, as torchrun starts them; what the first one prints.
+
+    They are started once: that takes longer than what the tests want of them.
+    """
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+
+        def printed(*words):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            both = [pool.submit(_main, rank, port, words) for rank in range(2)]
+            first, _ = (process.result(SECONDS) for process in both)
+            return first
+
+        yield printed
+
+
+def _main(rank, port, words):
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:
+        code = cli.main(words)
+    assert code == 0, error.getvalue()
+    return out.getvalue()
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -41,13 +76,12 @@ TRACER = {"rho": 0.003, "delta": 0.01}
     ],
     ids=lambda change: change["optimizer"],
 )
-def test_the_same_numbers_as_one(change, tmp_path):
+def test_the_same_numbers_as_one(change, tmp_path, on_two):
     """The penalty is that of the whole batch: T, ρ∇T and all that follows agree to rounding."""
     config = replace(SMALL, **change)
     config.write(tmp_path / "c.yaml")
     alone = train(config, tmp_path / "one", [])
-    code, out, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
-    assert code == 0, error
+    out = on_two("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
     assert out.count("test accuracy") == 1
     together = Record.read(tmp_path / "two")
     assert together.finished
@@ -57,7 +91,7 @@ def test_the_same_numbers_as_one(change, tmp_path):
     assert together.environment["hardware"]["processes"] == 2
 
 
-def test_real_numbers_and_an_average_too(tmp_path):
+def test_real_numbers_and_an_average_too(tmp_path, on_two):
     """90 training rows in batches of 89: of the last one the second process has a padding row alone."""
     table = torch.randn(127, 3, generator=torch.Generator().manual_seed(0)).double()
     lines = [f"{a:.6f},{b:.6f},{3 * a - b + 0.1 * c:.6f}" for a, b, c in table.tolist()]
@@ -67,19 +101,17 @@ def test_real_numbers_and_an_average_too(tmp_path):
     config.write(tmp_path / "c.yaml")
     alone = train(config, tmp_path / "one", [])
     assert alone.resolved["examples"] == 90
-    code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
-    assert code == 0, error
+    on_two("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "two"))
     together = Record.read(tmp_path / "two")
     for name, values in alone.curves.items():
         assert together.curves[name] == pytest.approx(values, rel=1e-4, abs=1e-5), name
 
 
-def test_interrupted_and_resumed(tmp_path):
+def test_interrupted_and_resumed(tmp_path, on_two):
     """Ctrl-C reaches torchrun and both processes; all stop at the same step, and go on to the same numbers."""
     config = replace(SMALL, epochs=80, batch_size=256, width=8, **TRACER)
     config.write(tmp_path / "c.yaml")
-    code, _, error = finished("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
-    assert code == 0, error
+    on_two("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "straight"))
     with torchrun("train", "--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "cut")) as cut:
         until(lambda: (tmp_path / "cut" / CHECKPOINT).exists())
         os.killpg(cut.pid, signal.SIGINT)
@@ -88,8 +120,7 @@ def test_interrupted_and_resumed(tmp_path):
     assert not Record.read(tmp_path / "cut").finished
     with pytest.raises(LabError, match="2 processes, not 1, wrote it"):
         checkpoint.load(Run(config), tmp_path / "cut")
-    code, _, error = finished("train", "--resume", str(tmp_path / "cut"))
-    assert code == 0, error
+    on_two("train", "--resume", str(tmp_path / "cut"))
     assert Record.read(tmp_path / "cut").curves == Record.read(tmp_path / "straight").curves
 
 

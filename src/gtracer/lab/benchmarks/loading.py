@@ -71,12 +71,12 @@ def loading(
         caption=f"Median (least to most) of {rounds} rounds, in turn; {workers} processes read.",
     )
     for name, times in found.items():
-        table.add_row(name, *(_told(times[what]) for what in ("seconds", "of_cores")))
+        table.add_row(name, *(_in_words(times[what]) for what in ("seconds", "of_cores")))
     measurement.publish(result, [table], out, console)
     return result
 
 
-def _told(values: list[float]) -> str:
+def _in_words(values: list[float]) -> str:
     return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 

@@ -89,8 +89,8 @@ class Items:
         found = [self._read(row) for row in rows]
         shapes = {tuple(each.shape): None for each in found}
         if len(shapes) > 1:
-            told = " and ".join(map(str, list(shapes)[:2]))
-            raise LabError(f"{self.name}: examples have shapes {told}, all must have the same")
+            pair = " and ".join(map(str, list(shapes)[:2]))
+            raise LabError(f"{self.name}: examples have shapes {pair}, all must have the same")
         whole: Tensor = default_collate(found)  # in a process that reads ahead, in memory that it shares already
         return whole
 

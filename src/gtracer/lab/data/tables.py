@@ -157,11 +157,11 @@ def _kinds(frame: Any, path: Path, label: str) -> _Kinds:
 def _columns(names: Sequence[str]) -> str:
     """As they are said.
 
-    >>> _columns(["a"]), _columns(list("abcde"))
-    ("column 'a' has", "columns 'a', 'b', 'c' and 2 others have")
+    >>> _columns(["a"]), _columns(list("abc")), _columns(list("abcde"))
+    ("column 'a' has", "columns 'a', 'b', 'c' have", "columns 'a', 'b', 'c' and 2 others have")
     """
-    told = ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
-    return f"column {told} has" if len(names) == 1 else f"columns {told} have"
+    some = ", ".join(map(shown, names[:3])) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+    return f"column {some} has" if len(names) == 1 else f"columns {some} have"
 
 
 def _is_number(column: Any) -> bool:
@@ -231,8 +231,8 @@ def _frame(path: Path, label: str) -> tuple[Any, list[str]]:
         if name != label:
             found, words = _as_numbers(frame[name], is_text=rows.is_one_of(path, rows.SEPARATED))
             if len(words):
-                told = f"{len(words)} of its values count as missing: no numbers, such as {shown(words.iloc[0])}"
-                notes.append(f"{path}: column {shown(name)} has numbers; {told}")
+                uncounted = f"{len(words)} of its values count as missing: no numbers, such as {shown(words.iloc[0])}"
+                notes.append(f"{path}: column {shown(name)} has numbers; {uncounted}")
             frame[name] = found
     return frame, notes
 
@@ -317,8 +317,8 @@ def _check(path: Path, frame: Any, label: str, drop: tuple[str, ...]) -> None:
         raise LabError(f"{path} is empty: it has no row with a label")
     missing = numpy.flatnonzero(frame[label].isna())
     if len(missing):
-        told = f"{len(missing)} rows have no label (nothing, NA, None and the like), such as row {missing[0] + 1}"
-        raise LabError(f"{path}: {told}: remove them, or name that class otherwise")
+        unlabelled = f"{len(missing)} rows have no label (nothing, NA, None and the like), such as row {missing[0] + 1}"
+        raise LabError(f"{path}: {unlabelled}: remove them, or name that class otherwise")
     if not _is_plain(frame[label]):
         raise LabError(f"{path}: column {shown(label)} holds lists or mappings, which are no labels")
 

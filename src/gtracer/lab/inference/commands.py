@@ -183,7 +183,7 @@ def _evaluate(chosen: argparse.Namespace) -> None:
     found.write(out)
     console = Console()
     console.print(found.table())
-    console.out(f"{found.told()}, against the labels as they are: {out / NAME}", highlight=False)
+    console.out(f"{found.in_a_line()}, against the labels as they are: {out / NAME}", highlight=False)
 
 
 def _export(chosen: argparse.Namespace) -> None:
@@ -200,10 +200,10 @@ def _find_label_errors(chosen: argparse.Namespace) -> None:
 
     out, console, trained = chosen.out or chosen.model / "label-errors", Console(), _loaded(chosen)
     found = label_errors.find(trained, chosen.folds, out, chosen.data, console)
-    print("\n".join(label_errors.told(found, out)))
+    print("\n".join(label_errors.outcome(found, out)))
     if chosen.retrain:
         cleaned, place = label_errors.retrain(found, trained, out, console)
-        print(label_errors.told_of(cleaned, place, chosen.model))
+        print(label_errors.gain_of(cleaned, place, chosen.model))
 
 
 def _sharpness(chosen: argparse.Namespace) -> None:

@@ -69,8 +69,8 @@ class Evaluation:
     def summary(self) -> dict[str, Any]:
         """In plain values, for JSON."""
         accuracy = (self.predicted == self.labels).double().mean().item()
-        told = calibration(self.probabilities, self.labels)
-        whole = {"examples": len(self.labels), "accuracy": accuracy, **told, "classes": self.of_classes()}
+        errors = calibration(self.probabilities, self.labels)
+        whole = {"examples": len(self.labels), "accuracy": accuracy, **errors, "classes": self.of_classes()}
         return whole if self.are_many else whole | {"confusion": self.confusion().tolist()}
 
     def table(self) -> Table:
@@ -85,12 +85,12 @@ class Evaluation:
             made.add_row(Text(row["class"]), *shares, str(row["examples"]))
         return made
 
-    def told(self) -> str:
+    def in_a_line(self) -> str:
         """What came out, in a line."""
-        told = self.summary()
+        summary = self.summary()
         return (
-            f"accuracy {told['accuracy']:.2%} of {told['examples']} examples, "
-            f"negative log-likelihood {told['nll']:.3f}, calibration error {told['ece']:.1%}"
+            f"accuracy {summary['accuracy']:.2%} of {summary['examples']} examples, "
+            f"negative log-likelihood {summary['nll']:.3f}, calibration error {summary['ece']:.1%}"
         )
 
     def write(self, folder: Path) -> None:

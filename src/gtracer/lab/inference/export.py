@@ -145,8 +145,8 @@ def _saying_why(trained: Trained, kind: str) -> Iterator[None]:
         except LabError:
             raise
         except Exception as error:
-            told = one_line(error)[:300] or type(error).__name__
-            raise LabError(f"model {trained.built.name} cannot be exported as {kind}: {told}") from error
+            reason = one_line(error)[:300] or type(error).__name__
+            raise LabError(f"model {trained.built.name} cannot be exported as {kind}: {reason}") from error
         finally:
             logger.setLevel(level)
 

@@ -331,7 +331,7 @@ def _cells(example: Tensor, columns: Columns) -> list[tuple[str, str]]:
     return list(made.items())[:CELLS]
 
 
-def told(found: Suspects, out: Path) -> Sequence[str]:
+def outcome(found: Suspects, out: Path) -> Sequence[str]:
     """What came out, line by line."""
     wrong, count = int(found.flagged.sum()), len(found.order)
     lines = [f"{wrong} of {count} labels are likely wrong: {out / TABLE}, {out / PAGE}"]
@@ -345,7 +345,7 @@ def told(found: Suspects, out: Path) -> Sequence[str]:
     return lines
 
 
-def told_of(cleaned: Record, place: Path, before: Path) -> str:
+def gain_of(cleaned: Record, place: Path, before: Path) -> str:
     """What training without the flagged examples has brought, at the epochs whose weights are kept."""
     now = cleaned.curves["test_accuracy"][best_epoch(cleaned) - 1]
     record = Record.read(before)

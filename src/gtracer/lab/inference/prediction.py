@@ -21,11 +21,11 @@ def predict(trained: Trained, path: Path, out: Path) -> int:
     Gives the number of rows.
     """
     found = trained.read(path)
-    names, told = _numbers(trained, found) if trained.target else _classes(trained, found)
+    names, answers = _numbers(trained, found) if trained.target else _classes(trained, found)
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["example", *([] if found.labels is None else ["label"]), "predicted", *names])
-    for i, (example, cells) in enumerate(zip(found.ids, told, strict=True)):
+    for i, (example, cells) in enumerate(zip(found.ids, answers, strict=True)):
         table.writerow([example, *([] if found.labels is None else [found.labels[i]]), *cells])
     files.write(out, text.getvalue().encode(errors="replace"))
     return len(found.ids)

@@ -65,11 +65,14 @@ class Residuals:
             made.add_row(*(f"{row[name]:.4g}" for name in ("from", "to", "rmse", "bias")), str(row["examples"]))
         return made
 
-    def told(self) -> str:
+    def in_a_line(self) -> str:
         """What came out, in a line."""
-        told = self.summary()
-        share = "no R² (all labels are the same)" if told["r2"] is None else f"R² {told['r2']:.3f}"
-        return f"{share}, RMSE {told['rmse']:.4g}, mean absolute error {told['mae']:.4g} of {told['examples']} examples"
+        summary = self.summary()
+        share = "no R² (all labels are the same)" if summary["r2"] is None else f"R² {summary['r2']:.3f}"
+        return (
+            f"{share}, RMSE {summary['rmse']:.4g}, mean absolute error {summary['mae']:.4g} "
+            f"of {summary['examples']} examples"
+        )
 
     def write(self, folder: Path) -> None:
         """The summary as JSON, and the two pictures."""

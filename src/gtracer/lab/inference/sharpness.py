@@ -19,7 +19,7 @@ from gtracer import sharpness
 from gtracer.lab import data, files
 from gtracer.lab.data import python
 from gtracer.lab.data.task import sampled
-from gtracer.lab.errors import LabError, one_line, shown
+from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results import provenance
 from gtracer.lab.results.report.sharpness import FORMAT, NAME
@@ -40,6 +40,7 @@ class Subject:
         loss_of: The loss of a batch by it.
         batches: To be read several times.
         folder: Where to write to if nothing else is said.
+        is_own: Whether loss and batches are a user's own code.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Subject:
     loss_of: Callable[[Any], Tensor]
     batches: Any
     folder: Path
+    is_own: bool = False
 
     def measured(self, **options: Any) -> Sharpness:
         """As `gtracer.sharpness.measure`."""
@@ -84,6 +86,10 @@ class Subject:
             if "allocate" in str(error):  # there is not enough memory, and what to do then is said elsewhere
                 raise
             raise LabError(f"{self.name}: {one_line(error)}") from error
+        except Exception as error:  # the user's own, of any class
+            if not self.is_own or isinstance(error, LabError | MemoryError):
+                raise
+            raise LabError(f"{self.name} raises {raised(error)}") from error
 
 
 def subject(
@@ -117,16 +123,16 @@ def found(word: str, *, device: str, last: bool, **chosen: Any) -> Subject:
     """What a word of the command line names: a run's folder, or MODULE:FUNCTION giving model, loss and batches."""
     if files.exists(Path(word)) or not python.is_named(word):
         return subject(load(word, device=device, last=last), **chosen)
-    given = python.function(word)()
+    given = python.called(word)
     if not isinstance(given, tuple) or len(given) != 3 or not isinstance(given[0], nn.Module):
         raise LabError(f"{word} must give a model, its loss of a batch, and batches, got {shown(given)}")
     name = word.rpartition(":")[2]
-    return Subject(name, *given, Path(f"{FOLDER}-{name}"))
+    return Subject(name, *given, Path(f"{FOLDER}-{name}"), is_own=True)
 
 
 def write(it: Subject, measured: Sharpness, out: Path, landscapes: dict[str, Any]) -> None:
     """All numbers as JSON, and figures."""
-    told = {
+    numbers = {
         "format": FORMAT,
         "name": it.name,
         "rows": [row._asdict() for row in measured.rows()],
@@ -134,7 +140,7 @@ def write(it: Subject, measured: Sharpness, out: Path, landscapes: dict[str, Any
         "landscapes": {name: each.to_mapping() for name, each in landscapes.items()},
         "environment": provenance.describe(next(it.model.parameters()).device),
     }
-    files.write(out / NAME, (json.dumps(finite(told), indent=1, ensure_ascii=False) + "\n").encode())
+    files.write(out / NAME, (json.dumps(finite(numbers), indent=1, ensure_ascii=False) + "\n").encode())
     spectra = {"Hessian": measured.hessian, "Gauss-Newton": measured.ggn}
     there = {name: spectrum for name, spectrum in spectra.items() if spectrum is not None}
     if there:

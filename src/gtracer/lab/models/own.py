@@ -101,8 +101,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise LabError(f"cannot read the weights {path}: {error.strerror or one_line(error)}") from error
     except Exception as error:  # whatever torch's reader of pickles comes across
-        told = "it is damaged, or neither a .safetensors file nor a state_dict that torch.save wrote"
-        raise LabError(f"cannot read the weights {path}: {told}") from error
+        reason = "it is damaged, or neither a .safetensors file nor a state_dict that torch.save wrote"
+        raise LabError(f"cannot read the weights {path}: {reason}") from error
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise LabError(f"{path} holds no weights by their names, but {shown(type(found).__name__)}")

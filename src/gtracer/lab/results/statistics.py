@@ -127,9 +127,9 @@ class Result:
     @property
     def resolved(self) -> dict[str, list[Any]]:
         """What its options came to: of each the values that its records tell of, most often one."""
-        told = [record.resolved for record in self.records]
-        names = dict.fromkeys(name for one in told for name in one)
-        return {name: list({str(one[name]): one[name] for one in told if name in one}.values()) for name in names}
+        resolved = [record.resolved for record in self.records]
+        names = dict.fromkeys(name for one in resolved for name in one)
+        return {name: list({str(one[name]): one[name] for one in resolved if name in one}.values()) for name in names}
 
     @property
     def machine(self) -> set[str]:
@@ -256,5 +256,5 @@ def implied(records: list[Record]) -> Study:
 
 
 def _label(mapping: dict[str, Any], differing: list[str]) -> str:
-    told = [f"{study.SYMBOLS.get(k, k)} {mapping[k]}" for k in differing if mapping[k] is not None]
-    return ", ".join([mapping["optimizer"], *told])
+    options = [f"{study.SYMBOLS.get(k, k)} {mapping[k]}" for k in differing if mapping[k] is not None]
+    return ", ".join([mapping["optimizer"], *options])

@@ -52,7 +52,7 @@ class Outcome:
 def study(config: Config, seeds: int, asked: dict[str, Any]) -> Study:
     """Three methods that differ in the optimiser alone, with one setting: all other options as asked."""
     base, _ = optimizers.parsed(config.optimizer)
-    if asked.get("holdout") == 0:
+    if "holdout" in asked and not config.holdout:
         raise LabError("holdout must be above 0: methods are compared by held-out data. Leave it out")
     common = {"holdout": config.holdout or HOLDOUT} | asked
     methods = {name: {"optimizer": optimizer} for name, optimizer in _methods(base).items()}

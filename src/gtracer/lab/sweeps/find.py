@@ -99,8 +99,8 @@ def _write(folder: Path, curve: RhoCurve, asked: dict[str, Any]) -> None:
         }
         for branch in curve.branches
     ]
-    told = {name: getattr(curve, name) for name in ("rho", "reason", "collapsed", "chance", "steps")}
-    text = json.dumps(told | {"branches": branches, "asked": asked}, indent=1, ensure_ascii=False)
+    outcome = {name: getattr(curve, name) for name in ("rho", "reason", "collapsed", "chance", "steps")}
+    text = json.dumps(outcome | {"branches": branches, "asked": asked}, indent=1, ensure_ascii=False)
     files.write(folder / CURVE, (text + "\n").encode())
     curve.plot(folder / FIGURE)
 

@@ -113,6 +113,11 @@ class Trial:
 def ranges(config: Config, given: list[Range]) -> list[Range]:
     """What is to be searched: what was given, and the optimiser's own hyper-parameters that were not set."""
     found = {item.name: item for item in given}
+    if len(found) < len(given):
+        twice = next(item.name for item in given if found[item.name] is not item)
+        raise LabError(f"{twice} is searched twice: leave one --search {twice} out")
+    if RATIO in found and ("rho" in found or config.rho is not None):
+        raise LabError(f"{RATIO} is searched, and ρ comes from it: leave rho out")
     tracer, sam = (TRACER_OF_TEXTS, SAM_OF_TEXTS) if was_trained_before(config) else (TRACER, SAM)
     own = tracer if config.optimizer.endswith("-tracer") else sam if config.optimizer.endswith("sam") else {}
     for name, (low, high) in own.items():
@@ -233,7 +238,7 @@ def tune(
         chosen.write(folder / BEST)
     examples, metric = _held_out(base)
     console.print(_table(made, examples, metric, show_test))
-    for line in _told(best, made, searched, folder, examples):
+    for line in _conclusion(best, made, searched, folder, examples):
         console.out(line, highlight=False)
     return chosen
 
@@ -301,7 +306,7 @@ def _line(fresh: list[Trial], done: int, trials: int) -> str:
     return f"{done}/{trials} trials, best of these {best.score:.1%}: {_shown(best.values)}"
 
 
-def _told(best: Trial, made: list[Trial], searched: list[Range], folder: Path, examples: int) -> list[str]:
+def _conclusion(best: Trial, made: list[Trial], searched: list[Range], folder: Path, examples: int) -> list[str]:
     error = best.error(examples)
     level = sum(trial.score >= best.score - error for trial in made) - 1
     on = f"{examples} held-out examples" if examples else "held-out examples"

@@ -43,7 +43,7 @@ class ProgressBar:
         self._progress = Progress(
             *columns, console=console, transient=True, expand=True, disable=not console.is_terminal
         )
-        self._told = time.monotonic()
+        self._reported = time.monotonic()
         self._task = self._progress.add_task("", total=epochs)
         self._score = ""
         self._noted = 0
@@ -67,13 +67,13 @@ class ProgressBar:
         ratio = "" if stats is None else f"  T {stats.trace_ratio:.3g}"
         line = f"{self._score}loss {loss:.3f}{ratio}"
         self._progress.update(self._task, description=line, completed=run.epoch + run.step / run.steps_an_epoch)
-        if not self._console.is_terminal and time.monotonic() - self._told > QUIET_SECONDS:
-            self._told = time.monotonic()
+        if not self._console.is_terminal and time.monotonic() - self._reported > QUIET_SECONDS:
+            self._reported = time.monotonic()
             self._console.out(f"epoch {run.epoch + 1}/{run.config.epochs}  {line}", highlight=False)
 
     def epoch(self, run: Run, row: dict[str, float]) -> None:
-        told = f"accuracy {row['test_accuracy']:.1%}" if "test_accuracy" in row else f"R² {row['test_r2']:.3f}"
-        self._score = f"{told}  "
+        score = f"accuracy {row['test_accuracy']:.1%}" if "test_accuracy" in row else f"R² {row['test_r2']:.3f}"
+        self._score = f"{score}  "
 
 
 class TensorBoard:

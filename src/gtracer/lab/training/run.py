@@ -202,7 +202,7 @@ class Run:
         return loss.detach()
 
     def precision(self) -> torch.autocast:
-        """Where a model is called: in bfloat16, where that was asked for."""
+        """Where the model is called, in the precision that was asked for."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16")
 
     def row(self, measured: dict[str, float]) -> dict[str, float]:

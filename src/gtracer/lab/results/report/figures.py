@@ -241,7 +241,7 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
         within = [r for r in within if r.is_tracer]
     chosen = shown(within)
     in_percent = label.endswith("%")
-    factor, told = (100, _said) if in_percent else (1, _number)
+    factor, in_words = (100, _said) if in_percent else (1, _number)
     in_decades = not in_percent and _spans_decade(
         [v for r in chosen for x in _runs(r) for v in x.curves.get(curve, [])]
     )
@@ -254,7 +254,7 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
         if not epochs:
             continue
         x, y = [epoch for epoch, _ in epochs], [e.mean for _, e in epochs]
-        points = [f"epoch {epoch}: {told(e)}" for epoch, e in epochs]
+        points = [f"epoch {epoch}: {in_words(e)}" for epoch, e in epochs]
         name = result.point.label if result.finished else f"{result.point.label} ({result.state})"
         drawing.line(name, x, y, points, marker="o" if len(x) == 1 else None, **look)
         spread = [e.error or 0.0 for _, e in epochs]
@@ -313,13 +313,13 @@ def _draw_confusion(drawing: Drawing, results: Results) -> None:
 
 def _summed(result: Result) -> tuple[list[str], list[list[int]]] | None:
     """The matrices of a method's runs, added up; none where they have none, or one of other classes."""
-    told = [r.evaluation for r in result.finished if r.evaluation.get("confusion")]
-    if not told or any(each.get("classes") != told[0].get("classes") for each in told):
+    evaluations = [r.evaluation for r in result.finished if r.evaluation.get("confusion")]
+    if not evaluations or any(each.get("classes") != evaluations[0].get("classes") for each in evaluations):
         return None
-    names = told[0].get("classes") or []
-    if any(len(each["confusion"]) != len(names) or {*map(len, each["confusion"])} != {len(names)} for each in told):
+    names, matrices = evaluations[0].get("classes") or [], [each["confusion"] for each in evaluations]
+    if any(len(matrix) != len(names) or {*map(len, matrix)} != {len(names)} for matrix in matrices):
         return None
-    rows = zip(*(each["confusion"] for each in told), strict=True)
+    rows = zip(*matrices, strict=True)
     return names, [[sum(cells) for cells in zip(*row, strict=True)] for row in rows]
 
 

@@ -78,12 +78,12 @@ def _facts(results: Results) -> list[str]:
     finished = sum(record.finished for record in records(results))
     seeds = {len(result.point.seeds) for result in results.all}
     counts = {"method": len(results.study.methods), "setting": len(results.study.settings), "seed": max(seeds)}
-    told = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
+    facts = [f"{count} {what}{'s' * (count != 1)}" for what, count in counts.items()]
     if len(seeds) > 1:
-        told[2] = f"up to {told[2]}"
+        facts[2] = f"up to {facts[2]}"
     if len(results.study.settings) == 1:
-        told[1] = next(iter(results.study.settings))
-    return [*filter(None, told), f"{finished} of {wanted} runs finished"]
+        facts[1] = next(iter(results.study.settings))
+    return [*filter(None, facts), f"{finished} of {wanted} runs finished"]
 
 
 def _sections(figures: dict[str, Picture], several: bool) -> list[tuple[str, list[tuple[str, Picture, Markup]]]]:
@@ -112,17 +112,17 @@ def records(results: Results) -> list[Record]:
 
 def _confused(results: Results) -> list[tuple[str, str]]:
     """Where there are too many classes for matrices: what was taken for what most often, over a method's runs."""
-    told = []
+    lines = []
     for result in results.all:
         counts: Counter[tuple[str, str]] = Counter()
         for record in result.finished:
-            told_of = record.evaluation.get("confused", [])
-            counts.update({(str(a), str(b)): n for a, b, n in told_of if isinstance(n, int)})
+            confused = record.evaluation.get("confused", [])
+            counts.update({(str(a), str(b)): n for a, b, n in confused if isinstance(n, int)})
         if counts:
             where = f"{result.point.setting}: " if len(results.study.settings) > 1 else ""
             pairs = (f"{label} for {taken} ({n})" for (taken, label), n in counts.most_common(CONFUSED))
-            told.append((where + result.point.label, ", ".join(pairs)))
-    return told
+            lines.append((where + result.point.label, ", ".join(pairs)))
+    return lines
 
 
 PAGES = {"label errors": "label-errors/label-errors.html", "confusion": "evaluation/confusion.png"}
@@ -178,8 +178,8 @@ def _provenance(results: Results, others: int) -> list[tuple[str, list[str]]]:
         ("Records", [count, *more]),
         *([("Models", _seen(models))] if models else []),
         ("Commits", _seen(e.get("commit") or "unknown" for e in environments)),
-        ("Versions", _seen(_told(e.get("versions")) for e in environments)),
-        ("Hardware", _seen(_told(e.get("hardware")) for e in environments)),
+        ("Versions", _seen(_pairs(e.get("versions")) for e in environments)),
+        ("Hardware", _seen(_pairs(e.get("hardware")) for e in environments)),
     ]
 
 
@@ -192,7 +192,7 @@ def _model(resolved: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _told(values: Any) -> str:
+def _pairs(values: Any) -> str:
     if not isinstance(values, dict):
         return "unknown"
     return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -40,11 +40,11 @@ def read(runs: Path, tell: Callable[[str], None]) -> Measured | None:
     found: dict[str, dict[str, Any]] = {}
     for folder, content in archive.contents(runs, NAME):
         try:
-            told = json.loads(content())
-            if told["format"] != FORMAT:
-                raise ValueError(f"it has format {told['format']}, this gtracer reads {FORMAT}")
+            written = json.loads(content())
+            if written["format"] != FORMAT:
+                raise ValueError(f"it has format {written['format']}, this gtracer reads {FORMAT}")
             name = folder.parent.name if folder.parent.name not in found else str(folder.parent)
-            found[name] = {row["name"]: (row["text"], row["invariant"], _cell(row)) for row in told["rows"]}
+            found[name] = {row["name"]: (row["text"], row["invariant"], _cell(row)) for row in written["rows"]}
         except (LabError, ValueError, KeyError, TypeError, RecursionError) as error:
             tell(f"{folder / NAME} is damaged ({one_line(error)}): measure that run again")
     if not found:

@@ -243,8 +243,8 @@ AS_RUN = ("rho", "delta", "beta", "eta", "f0", "radius", "clip")
 
 def as_run(result: Result) -> str:
     """The hyper-parameters that its records tell of, where there are any."""
-    told = {name: [value for value in result.resolved.get(name, []) if value is not None] for name in AS_RUN}
-    values = {name: " or ".join(map(_value, found)) for name, found in told.items() if found}
+    resolved = {name: [value for value in result.resolved.get(name, []) if value is not None] for name in AS_RUN}
+    values = {name: " or ".join(map(_value, found)) for name, found in resolved.items() if found}
     return ", ".join(f"{SYMBOLS.get(name, name)} {value}" for name, value in values.items())
 
 

@@ -95,8 +95,8 @@ def _trained(job: Job, width: int) -> Generator[Event | None]:
         record = begun(steps, folder, found, in_parallel=width)
         progress = fit(steps, record, folder, SAVE_SECONDS, model=job.model)
         try:
-            for told in progress:
-                yield Event(config, steps.run.epoch) if isinstance(told, dict) else None
+            for at in progress:
+                yield Event(config, steps.run.epoch) if isinstance(at, dict) else None
         except GeneratorExit:
             progress.close()
             steps.save(folder, record.results())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from gtracer.lab.config import Config
 from gtracer.lab.data.task import Task
-from gtracer.lab.errors import LabError
+from gtracer.lab.errors import LabError, one_line
 
 RETRIES = 2
 
@@ -74,6 +74,8 @@ class Local:
             left = len(jobs)
             while left:
                 event = pool.events.get()
+                if isinstance(event, Exception):
+                    raise LabError(f"cannot train in other processes: {one_line(event)}") from event
                 left -= event.ended
                 yield event
         finally:
@@ -121,7 +123,7 @@ class _Pool:
     """The queue of runs, and the threads that each keep one process busy with it."""
 
     def __init__(self, jobs: list[Job], retries: int) -> None:
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[Event | Exception] = queue.SimpleQueue()
         self._todo = iter(jobs)
         self._retries = retries
         self._lock = threading.Lock()
@@ -129,6 +131,12 @@ class _Pool:
         self._processes: set[Process] = set()
 
     def work(self, threads: int, gpu: int | None) -> None:
+        try:
+            self._work(threads, gpu)
+        except Exception as error:  # nobody else would end the wait for this thread's runs
+            self.events.put(error)
+
+    def _work(self, threads: int, gpu: int | None) -> None:
         process: Process | None = None
         while (job := self._next()) is not None:
             for attempt in range(self._retries + 1):
