@@ -29,9 +29,9 @@ def norm(xs: Tensors) -> Tensor:
     norms = torch._foreach_norm(local(xs))
     if any(map(is_sharded, xs)):
         return _sum(xs, torch._foreach_mul(norms, norms)).sqrt()
-    if len({n.get_device() for n in norms}) > 1:
-        norms = [n.to(norms[0].device) for n in norms]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    elsewhere = len({n.get_device() for n in norms}) > 1
+    together = torch.stack([n.to(norms[0].device) for n in norms] if elsewhere else norms)
+    total: Tensor = torch.linalg.vector_norm(together)
     return total
 
 

@@ -25,7 +25,7 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import PartialBatch, PreviousStep, loss_gradient
-from gtracer.optim import executors
+from gtracer.optim import auto, executors
 from support.places import SUPPORT
 from support.problems import relative_error
 
@@ -328,7 +328,7 @@ def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     # A thread has 16 numbers of each tensor: g and v; p too; g and the second pass's; all of these, momentum, last ρ∇T.
-    lists = {"reach": 2, "displace": 3, "total": 2, "finish": 6}
+    lists = {"reach": 2, "displace": 3, "total": 2, "finish": 6, "agree": 0}
     expected = [
         f"{name} {kind} {aligned} {4 * lists[name] if aligned else 0}"
         for name in lists
@@ -354,11 +354,38 @@ def test_the_cap_of_a_rho_that_sets_itself(cls, clip, rho, finished):
             opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
             ratios.append(opt.stats.penalty_ratio)
         assert (max(ratios) == pytest.approx(2.0, rel=1e-3)) == (rho == 50.0)
-        sums = [opt.state[p]["rho_before"] for p in model.parameters()]
-        found.append([p.detach() for p in model.parameters()] + sums)
+        before = torch.cat([opt.state[p]["rho_before"].flatten() for p in model.parameters()])
+        found.append([p.detach() for p in model.parameters()] + [before / before.norm()])
     assert len(finished) == 12
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("most", [2**20, 16], ids=["all numbers", "every third"])
+def test_the_agreement_of_batches(most, monkeypatch, finished):
+    """What ρ learns from successive gradients, as in many kernels; a gradient that is not finite is not kept."""
+    monkeypatch.setattr(auto, "SAMPLED", most)
+    found = []
+    for implementation in ("fused", "foreach"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(DEVICE)
+        x, y = torch.randn(6, 16, 5, device=DEVICE), (torch.arange(16) % 3).to(DEVICE)
+        frozen = {"params": [*model[2].parameters()], "rho": 0.01}  # a ρ of its own: it is left out
+        groups = [{"params": [*model[0].parameters()]}, frozen]
+        opt = SGDTracer(groups, 0.1, model=model, implementation=implementation, nonfinite="skip", steps_per_epoch=3)
+        for batch in x:
+            opt.param_groups[0]["rho"] = 0.01
+            opt.step(lambda x, y, model=model: cross_entropy(model(x), y), batch, y)
+        numbers = next(own["rho_numbers"] for own in opt.state.values() if "rho_numbers" in own)
+        found.append(numbers)
+        before = [opt.state[p]["rho_before"].clone() for p in groups[0]["params"]]
+        assert sum(map(torch.numel, before)) == (48 if most > 48 else 17)
+        opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x[0] * torch.inf, y)
+        after = [opt.state[p]["rho_before"] for p in groups[0]["params"]]
+        assert implementation == "foreach" or all(map(torch.equal, after, before))
+        assert all("rho_before" not in opt.state[p] for p in frozen["params"])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert len(finished) >= 6  # on a CPU the last is not begun
 
 
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])

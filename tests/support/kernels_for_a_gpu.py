@@ -3,6 +3,7 @@
 import re
 
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
+POINTERS |= {"before": "*i64", "stride": "i32"}
 POINTERS |= dict.fromkeys(("sums", "reached", "limit", "shrink", "healthy", "lr"), "*fp32")
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
 FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True, "LIMITED": True}
@@ -13,9 +14,11 @@ def compiled(kernel, **kind):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    fixed = {name: value for name, value in (FIXED | kind).items() if name in kernel.arg_names}
+    wanted = FIXED | kind | {"RATE": not kind["ADAM"]}
+    fixed = {name: value for name, value in wanted.items() if name in kernel.arg_names}
+    types = POINTERS | ({"lr": "fp32"} if fixed.get("RATE") else {})
     signature = {
-        name: "constexpr" if name in fixed else POINTERS.get(name, "fp32")  # numbers
+        name: "constexpr" if name in fixed else types.get(name, "fp32")  # numbers
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
@@ -26,7 +29,7 @@ def compiled(kernel, **kind):
 if __name__ == "__main__":
     from gtracer.optim import triton_kernels
 
-    for name in ("reach", "displace", "total", "finish"):
+    for name in ("reach", "displace", "total", "finish", "agree"):
         for adam, aligned in ((True, True), (False, True), (True, False)):
             code = compiled(getattr(triton_kernels, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
             print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))

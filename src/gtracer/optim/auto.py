@@ -135,7 +135,8 @@ class Controller:
         numbers = _numbers(opt, pairs[0][0])
         alignment = step.stats.alignment if (step.due or step.renewed) and step.stats is not None else None
         if self.held_out is None:
-            s = _agreement(state, pairs)
+            s = _by_kernel(step, state) if step.kernels is not None else None
+            s = _agreement(state, pairs) if s is None else s
             _follow(numbers, [s, alignment, None if s is None else s.square(), None], self.kept)
         else:
             _follow(numbers, [None, alignment, step.loss, step.held_out], self.kept)
@@ -208,12 +209,9 @@ def look_at_held_out_data(opt: TwoPassOptimizer, step: Step, around: Surrounding
     step.held_out = loss.detach()
 
 
-def sampled(xs: Tensors) -> Tensors:
-    """A share of the coordinates of each, where they are many: enough for a cosine."""
-    stride = max(1, math.ceil(sum(x.numel() for x in xs) / SAMPLED))
-    if stride == 1:
-        return xs
-    return [x.detach() if tensors.is_sharded(x) else x.detach().reshape(-1)[::stride] for x in xs]
+def stride_of(xs: Tensors) -> int:
+    """Which coordinates are compared: where they are many, a share of them is enough for a cosine."""
+    return max(1, math.ceil(sum(x.numel() for x in xs) / SAMPLED))
 
 
 def _numbers(opt: TwoPassOptimizer, fallback: Tensor) -> Tensor:
@@ -236,7 +234,7 @@ def _follow(numbers: Tensor, values: list[Tensor | None], kept: tuple[float, ...
     missing = numbers.new_full((), math.nan)
     now = torch.stack([missing if x is None else x.detach().reshape(()).to(numbers) for x in values]).unsqueeze(1)
     new = torch.lerp(torch.cat([now, torch.ones_like(now)], 1), numbers, _kept(kept, numbers.dtype, numbers.device))
-    numbers.copy_(torch.where(torch.isfinite(now), new, numbers))
+    numbers.copy_(torch.where(now.abs() < math.inf, new, numbers))  # torch.isfinite is five kernels
 
 
 @cache
@@ -244,9 +242,20 @@ def _kept(kept: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.tensor(kept, dtype=dtype, device=device).unsqueeze(1)
 
 
+def _by_kernel(step: Step, state: State) -> Tensor | None:
+    """The same cosine by one launch, where the gradients of the step before are there."""
+    parts = [part for part in step.slices if part.group.get(IS_AUTO)]
+    if step.kernels is None or not all(BEFORE in state[p] for part in parts for p in part.params):
+        return None
+    before = [[state[p][BEFORE] for p in x.params] if x.group.get(IS_AUTO) else None for x in step.slices]
+    return step.kernels.agreement(before, stride_of([g for part in parts for g in part.gradients]))
+
+
 def _agreement(state: State, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     """The cosine of these gradients and those of the step before, whose direction is kept."""
-    unit = sampled([g for _, g in pairs])
+    unit: Tensors = [g.detach() for _, g in pairs]
+    if (stride := stride_of(unit)) > 1:
+        unit = [g if tensors.is_sharded(g) else g.reshape(-1)[::stride] for g in unit]
     unit = list(torch._foreach_mul(unit, 1 / tensors.norm(unit).clamp_min(1e-30)))
     places = [state[p] for p, _ in pairs]
     known = [(own[BEFORE], u) for own, u in zip(places, unit, strict=True) if BEFORE in own]

@@ -8,7 +8,8 @@ one reading more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -164,7 +165,8 @@ def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroun
 
 def finish(step: Step, kernels: TwoKernels, state: dict[Tensor, dict[str, Any]]) -> Verdict | None:
     """Make the update, and write the state, last; gives what the device has found, if it was asked."""
-    step.stats = Stats.of_squares(step.loss, kernels.reached, kernels.finish())
+    loss = step.loss.detach().clone() if kernels.loss is None and step.loss is not None else kernels.loss
+    step.stats = Stats.of_squares(loss, kernels.reached, kernels.finish())
     for p, new in kernels.new_state():
         state[p].update(new)
     for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
@@ -202,15 +204,15 @@ class Fusion:
             self.obstacle = "a gradient or a state does not lie in memory as the kernels read it"
         return found
 
-    def hear(self, opt: TwoPassOptimizer) -> None:
-        """What they have found in the last steps; only `nonfinite="raise"` waits for it."""
-        waits = opt.nonfinite == "raise"
-        heard = [verdict for verdict in self.verdicts if waits or verdict.is_there]
+    def hear(self, opt: TwoPassOptimizer, *, waits: bool = True) -> None:
+        """What they have found in the last steps; only `nonfinite="raise"` tells, and waits for it if need be."""
+        tells = opt.nonfinite == "raise"
+        heard = [verdict for verdict in self.verdicts if (waits and tells) or verdict.is_there]
         self.verdicts = [verdict for verdict in self.verdicts if verdict not in heard]
         failed = sum(not verdict.is_healthy for verdict in heard)
         for group in opt.param_groups:
             group[COUNT] -= failed  # they were counted and not made
-        if failed and waits:
+        if failed and tells:
             what = (opt.stats.nonfinite() if opt.stats else "") or "a gradient is not finite"
             raise NonFiniteError(
                 f"in the last step {what}: the update was not made. Lower the learning rate or rho, or pass "
@@ -319,25 +321,22 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
         return Launched(params, part.gradients, exp_avg, v, counts, state=new, **numbers)
     momentum = group["momentum"]
     known = [state.get(p, {}) for p in params]  # looked up once: a tensor is slow to hash
-    f = rule.average(part)
-    momenta = [_momentum_of(own, p) for own, p in zip(known, params, strict=True)] if momentum else None
-    if not readable(params, part.gradients, f, momenta or ()):
-        return None
+    f: Any = [own.get("f") for own in known]
+    momenta: Any = [own.get("momentum_buffer") for own in known] if momentum else []
     fresh: dict[Tensor, dict[str, Tensor]] = {}
-    for p, own, x in zip(params, known, f, strict=True):
-        if "f" not in own:
-            fresh[p] = {"f": x}
-    for p, own, m in zip(params, known, momenta or (), strict=False):
-        if own.get("momentum_buffer") is not m:
-            fresh.setdefault(p, {})["momentum_buffer"] = m
+    if any(x is None for x in (*f, *momenta)):
+        given = f, momenta
+        f = rule.average(part)
+        # Without one before, SGD's first momentum is the gradient alone.
+        momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=False)]
+        for name, before, now in zip(("f", "momentum_buffer"), given, (f, momenta), strict=True):
+            for p, x, y in zip(params, before, now, strict=False):
+                if x is None:
+                    fresh.setdefault(p, {})[name] = y
+    if not readable(params, part.gradients, f, momenta):
+        return None
     numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
-    return Launched(params, part.gradients, momenta, f, state=fresh, **numbers)
-
-
-def _momentum_of(state: dict[str, Any], p: Tensor) -> Tensor:
-    """SGD's; without one before, its first is the gradient alone."""
-    found: Tensor | None = state.get("momentum_buffer")
-    return torch.zeros_like(p) if found is None else found
+    return Launched(params, part.gradients, momenta or None, f, state=fresh, **numbers)
 
 
 class TwoKernels:
@@ -364,6 +363,7 @@ class TwoKernels:
         self.ahead: Tensors = ()  # gradients at the displaced weights
         self.kept: Tensors | None = None  # where ρ∇T is kept
         self.healthy: Tensor | None = None  # what a look has shown, if there was one
+        self.loss: Tensor | None = None  # a copy of the loss, with other numbers after it, where a look has made one
         self._squared: Tensor | None = None
 
     @classmethod
@@ -424,9 +424,31 @@ class TwoKernels:
 
     def look(self, loss: Tensor | None) -> Tensor:
         """1 where all numbers are finite, else 0; on the device."""
-        terms = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
-        self.healthy = torch.isfinite(torch.cat([self.reached, self._squares(), *terms])).all().to(self.reached)
+        losses = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
+        numbers = torch.cat([*losses, self.reached, self._squares()])
+        self.loss = numbers if losses else None
+        # torch.isfinite is five kernels. What is NaN is not below infinity either.
+        self.healthy = (torch.linalg.vector_norm(numbers, math.inf) < math.inf).to(self.reached)
         return self.healthy
+
+    def agreement(self, before: Sequence[Tensors | None], stride: int) -> Tensor | None:
+        """The cosine of the gradient and that `before`, every `stride`-th number of them, whose place it takes.
+
+        Args:
+            before: For each slice of the step; None: it is left out.
+            stride: Which numbers.
+
+        Returns:
+            The cosine; None where the kernels cannot read what was before.
+        """
+        pairs = [(part, xs) for part, xs in zip(self.parts, before, strict=True) if xs is not None]
+        for part, xs in pairs:
+            sizes = [-(-p.numel() // stride) for p in part.params]
+            if not readable(part.params, xs) or sizes != [x.numel() for x in xs]:
+                return None
+        sums = _sum([part.agree_(xs, stride, self.healthy) for part, xs in pairs])
+        _, now, then = sums.sqrt().unbind()
+        return sums[0] / now / then
 
     def abandon(self) -> None:
         """Leave the weights where they were."""
@@ -442,10 +464,11 @@ class TwoKernels:
                 g = self.reached[2]
                 total = (g + limit * (total - g - penalty) + limit**2 * penalty).clamp_min(0)
             shrink = to_norm(self._norm, total.sqrt())
-        sums = _sum([part.finish_(self.reached, self._radius, limit, shrink, self.healthy) for part in self.parts])
+        sums = [part.finish_(self.reached, self._radius, limit, shrink, self.healthy) for part in self.parts]
         for part in self.parts:
             part.count_(self.healthy)
-        return sums
+        known = self._squared if limit is None else None
+        return _sum([blocks.sum(0) for blocks in sums]) if known is None else known
 
     def _limit(self) -> Tensor | None:
         """What a ρ∇T of this step is to be multiplied by."""

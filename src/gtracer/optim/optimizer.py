@@ -355,6 +355,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Both passes over a batch, or over a part of it."""
         with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
             found = evaluator.first()
+        if self._fusion.verdicts and not is_capturing():
+            self._fusion.hear(self)
         caller, around = self._caller, evaluator.around
         if caller.draws is None and evaluator.due:
             caller.note_draws(around.random)
@@ -480,7 +482,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if is_capturing():
             refusals.check_capture(self)
         elif self._fusion.verdicts:  # whether they have come cannot be asked in a capture
-            self._fusion.hear(self)
+            # With a closure they are waited for after its first pass, which keeps the device busy meanwhile.
+            self._fusion.hear(self, waits=call.closure is None)
 
     @property
     def sets_rho(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Stats:
         self._values = torch.stack([x if isinstance(x, Tensor) else missing + x for x in values])
         self._has_loss = loss is not None
 
+    _of: tuple[Tensor, Tensor, Tensor]
     set_rho: float | Tensor = math.nan  # as the step had it: a number, or on the device
     _squared = False  # whether norms are still to be taken the root of
     _read: list[float] | None = None
@@ -60,14 +62,23 @@ class Stats:
 
     @classmethod
     def of_squares(cls, loss: Tensor | None, reached: Tensor, sums: Tensor | None) -> Stats:
-        """From T and ‖∇L‖² after something else, and ‖ρ∇T‖² and ‖∇L + ρ∇T‖², in as few calls as can be."""
+        """From T and ‖∇L‖² after something else, and ‖ρ∇T‖² and ‖∇L + ρ∇T‖², which nobody else writes into.
+
+        The loss may be followed by other numbers.
+        """
         if sums is None or loss is None:
             norms = [None, None] if sums is None else list(sums.sqrt())
             return cls(loss, reached[1], reached[2].sqrt(), *norms)
         made = cls.__new__(cls)
-        made._values = torch.cat([loss.detach().reshape(1).to(reached), reached[1:], sums])
+        made._of = loss, reached, sums
         made._squared = made._has_loss = True
         return made
+
+    @cached_property
+    def _values(self) -> Tensor:
+        """Loss, T and the norms, or their squares; put together when somebody asks."""
+        loss, reached, sums = self._of
+        return torch.cat([loss.reshape(-1)[:1].to(reached), reached[1:], sums])
 
     def on_device(self) -> Tensor:
         """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor: nothing is waited for."""

@@ -173,7 +173,8 @@ def finish_kernel(
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
     is to be KEPT, the new one is put in the row after them. LIMITED, it is shrunk first. Where it is
     CLIPPED, the total is shrunk. GUARDED, it is only moved back where a number is not `healthy`. The average learns of
-    ∇L, or of the WHOLE total. The learning RATE is a number, or where one is to be read. SGD's momentum is `beta1`, its β is `less2`, and `less` is 1 − β.
+    ∇L, or of the WHOLE total. The learning RATE is a number, or where one is to be read. SGD's momentum is `beta1`, its
+    β is `less2`, and `less` is 1 − β.
     """
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
@@ -203,7 +204,9 @@ def finish_kernel(
             tl.store(at + 1, tl.sum(total * total))
             if CLIPPED:
                 total *= tl.load(shrink)
-            rate = lr if RATE else tl.load(lr)
+            rate = lr
+            if not RATE:
+                rate = tl.load(lr)
             seen = total if WHOLE else g
             second = beta2 * v + less2 * seen * seen
             if ADAM:
@@ -231,6 +234,27 @@ def finish_kernel(
                 second = tl.where(go, second, v)
             write(rows, tensor, inside, size, w, ALIGNED, FULL)
             write(rows + 3 * n, tensor, inside, size, second, ALIGNED, FULL)
+
+
+@triton.jit
+def agree_kernel(
+    blocks, sizes, n, rows, f0, delta, log_beta2, before, stride, healthy, sums,
+    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    GUARDED: tl.constexpr,
+):  # fmt: skip
+    """Σgb, Σg² and Σb² over every `stride`-th number of a block, where b are those of the step before; g replaces b."""
+    tensor, inside, size, _ = place(blocks, sizes, BLOCK)
+    taken = (inside < size) & (inside % stride == 0)
+    g = tl.load(pointers_to(rows + n, tensor, inside, False), mask=taken, other=0.0)
+    there = pointers_to(before, tensor, inside // stride, False)
+    b = tl.load(there, mask=taken, other=0.0)
+    at = sums + 3 * tl.program_id(0)
+    tl.store(at, tl.sum(g * b))
+    tl.store(at + 1, tl.sum(g * g))
+    tl.store(at + 2, tl.sum(b * b))
+    if GUARDED:
+        g = tl.where(tl.load(healthy) > 0, g, b)
+    tl.store(there, g, mask=taken)
 
 
 class Launched:
@@ -330,7 +354,7 @@ class Launched:
             healthy: 1, or 0 where the update is not to be made; None where nobody has looked.
 
         Returns:
-            Sums of (ρ∇T)² and of (∇L + ρ∇T)².
+            Sums of (ρ∇T)² and of (∇L + ρ∇T)² over each block.
         """
         own, sums = self._options, self._sums(2)
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else float(own["lr"])
@@ -342,6 +366,17 @@ class Launched:
         kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
         kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None, "RATE": isinstance(lr, float)}
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
+        return sums
+
+    def agree_(self, before: Tensors, stride: int, healthy: Tensor | None) -> Tensor:
+        """Put every `stride`-th number of the gradient in the place of that of the step before.
+
+        Returns:
+            Sums of their products, of the new ones' squares and of the old ones'.
+        """
+        rows, sums = Rows(before), self._sums(3)
+        given = (rows.addresses, stride, sums if healthy is None else healthy, sums)
+        self._launch(agree_kernel, *given, GUARDED=healthy is not None)
         return sums.sum(0)
 
     def count_(self, healthy: Tensor | None) -> None:
