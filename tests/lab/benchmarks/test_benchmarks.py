@@ -62,10 +62,10 @@ def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("SGD", 1), ("SGD-SAM", 2), ("SGD-TRACER", 2), ("SGD-TRACER, every 8th, reused", 9), ("AdamW-TRACER", 2)],
+    [("SGD", 8), ("SGD-SAM", 16), ("SGD-TRACER", 16), ("SGD-TRACER, every 8th, reused", 9), ("AdamW-TRACER", 16)],
 )
 def test_a_row_makes_the_passes_that_it_should(name, expected):
-    """And the encoder's size is what it says."""
+    """Eight steps, back to back."""
     row, passes = optimizers.rows(CPU, twice=False)[name], []
     step, net = optimizers.build(row, "resnet20", 2, CPU, "fp32")
     net.register_forward_hook(lambda *_: passes.append(1))

@@ -28,7 +28,7 @@ MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
 PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
 SGD, ADAMW, EXACT = "SGD", "AdamW", "SGD-TRACER, exact"
 LR = 1e-5  # nothing is learnt, and nothing diverges
-EVERY = 8  # steps between two second passes, in the row that has an interval
+EVERY = 8  # steps between two second passes, in the row that has an interval; steps of a measurement, in all
 
 Stepper = Callable[..., Any]  # makes a step: is given the loss and the batch
 Loss = Callable[..., Tensor]  # of the batch, or of a part of it
@@ -41,13 +41,11 @@ class Row:
     Attributes:
         base: The row that it is compared with.
         make: From a model to a function that makes one step, given how to compute the loss.
-        steps: How many of them a measurement takes, where they are not all alike.
         graph: The same where it is measured as a CUDA graph too, without what it costs to start kernels.
     """
 
     base: str
     make: Callable[[nn.Module], Stepper]
-    steps: int = 1
     graph: Callable[[nn.Module], Stepper] | None = None
 
 
@@ -76,7 +74,7 @@ def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
         "SGD-SAM": Row(SGD, lambda model: _ours(_sam(torch.optim.SGD(model.parameters(), **momentum, **fused), model))),
         "SGD-TRACER": Row(SGD, sgd_tracer(), graph=sgd_tracer()),
         "SGD-TRACER, ρ auto": Row(SGD, lambda model: _ours(_under_way(model, **momentum))),
-        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), EVERY, graph=sgd_tracer(**rarely)),
+        f"SGD-TRACER, every {EVERY}th, reused": Row(SGD, sgd_tracer(**rarely), graph=sgd_tracer(**rarely)),
         ADAMW: Row(ADAMW, adamw(**fused), graph=adamw(**fused, capturable=on_gpu)),  # counted on the device there
         "AdamW, foreach": Row(ADAMW, adamw(foreach=True)),
         "AdamW-TRACER": Row(ADAMW, adamw_tracer(), graph=adamw_tracer(capturable=on_gpu)),
@@ -178,7 +176,7 @@ class Given:
 def build(
     row: Row, name: str, batch: int, device: torch.device, precision: str, *, passes: bool = True
 ) -> tuple[Step, nn.Module]:
-    """So many training steps of the model as the row takes, or what they do besides their passes, and the model."""
+    """Training steps of the model, back to back as in training, or what they do besides their passes; and the model."""
     torch.manual_seed(0)
     if name == "encoder-110m":
         net: nn.Module = Transformer(30_522, 256, 768, 12, heads=12, twice=False).to(device)
@@ -196,7 +194,7 @@ def build(
     step, loss = row.make(net), loss_of if passes else Given(net)
 
     def steps() -> None:
-        for _ in range(row.steps):
+        for _ in range(EVERY):
             step(loss, x, y)
 
     return steps, net
@@ -214,7 +212,7 @@ def steps(
 
     def seconds_each(steps: dict[str, Step]) -> dict[str, list[float]]:
         taken = measurement.seconds_of(steps, rounds, place)
-        return {name: [t / compared[name].steps for t in times] for name, times in taken.items()}
+        return {name: [t / EVERY for t in times] for name, times in taken.items()}
 
     seconds = seconds_each(built)
     built.clear()
