@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: imports point downwards only, and `import gtracer` needs torch alone."""
+"""The rooms of docs/development/architecture.md: imports point downwards; `import gtracer` needs torch alone."""
 
 import ast
 import re
@@ -73,10 +73,10 @@ def test_tests_mirror_the_source():
 
 
 def test_every_room_is_in_the_picture():
-    picture = (ROOT / "docs" / "architecture.md").read_text()
+    picture = (ROOT / "docs" / "development" / "architecture.md").read_text()
     for name in ROOMS:
         if name != "__main__":
-            assert f"\n{name}" in picture, f"docs/architecture.md does not show {name}"
+            assert f"\n{name}" in picture, f"docs/development/architecture.md does not show {name}"
 
 
 def test_import_needs_torch_alone():
@@ -135,8 +135,8 @@ def test_a_step_is_short(name, given):
 
 
 def test_the_path_of_a_step_in_the_docs_is_the_codes():
-    """Every function that docs/architecture.md names in it is run, by a plain step of SGDTracer."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    """Every function that docs/development/architecture.md names in it is run, by a plain step of SGDTracer."""
+    text = (ROOT / "docs" / "development" / "architecture.md").read_text()
     path = text.split("## One step", 1)[1].split("```")[1]
     named = set(re.findall(r"\b(?:\w+\.)?(\w+)\(", path))
     ran = {

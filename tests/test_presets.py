@@ -14,7 +14,8 @@ from support.places import ROOT
 from support.problems import shapes_in_noise
 
 NAMES = [name for name, found in vars(presets).items() if inspect.isfunction(found)]
-TABLE = (ROOT / "docs" / "choosing-rho.md").read_text().split("## What to use when", 1)[1].split("\n## ", 1)[0]
+PAGE = (ROOT / "docs" / "how-to" / "choosing-rho.md").read_text()
+TABLE = PAGE.split("## What to use when", 1)[1].split("\n## ", 1)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,7 +2,7 @@
 
 Every candidate trains a branch from the same weights, on the same batches, with the same random numbers, ρ = 0 among
 them; what tells them apart is the loss on held-out data at the end. Then all is put back. How far short branches can
-be believed was measured: docs/choosing-rho.md.
+be believed was measured: docs/how-to/choosing-rho.md.
 """
 
 from __future__ import annotations

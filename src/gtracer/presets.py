@@ -2,7 +2,7 @@
 
 Each gives keyword arguments of every TRACER optimiser here; its docstring says where the numbers come from. There is
 none for label noise in general: the best ρ there goes from 1e-4 to 0.016 with net and data, and what is best on one
-ends at chance on another. `gtracer.find_rho` finds it (docs/choosing-rho.md).
+ends at chance on another. `gtracer.find_rho` finds it (docs/how-to/choosing-rho.md).
 
 >>> import torch
 >>> from gtracer import AdamWTracer, presets
@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 def from_scratch() -> Settings:
     """For training from scratch where nothing was searched: ρ sets itself, from zero on.
 
-    It does not end at chance where a fixed 0.003 does (docs/choosing-rho.md, small problems).
+    It does not end at chance where a fixed 0.003 does (docs/how-to/choosing-rho.md, small problems).
     """
     return {"rho": AUTO}
 
@@ -32,7 +32,7 @@ def fine_tuning() -> Settings:
     """For an encoder that was trained before: ρ 6e-5, and the total's norm clipped to 1.
 
     From searches with all-MiniLM-L6-v2 and all-mpnet-base-v2 on BoolQ, WiC and RTE by held-out data: best ρ 1.5e-5 to
-    2e-4 (docs/algorithm.md, "Defaults"; records/superglue).
+    2e-4 (docs/explanation/algorithm.md, "Defaults"; records/superglue).
     """
     return {"rho": RHO_FINE_TUNING, "clip": Clip(norm=1.0)}
 
@@ -41,7 +41,7 @@ def cifar() -> Settings:
     """For a residual net on images such as CIFAR's with weight decay and clean labels, not augmented: ρ 0.003.
 
     ResNet-20, CIFAR-100, SGD at learning rate 0.1, weight decay 5e-4: best of 0.001 to 0.0065 over 100 epochs (0.0065
-    of 0.003 to 0.009 over 200), by held-out data (docs/algorithm.md, "Defaults"; records/cifar100).
+    of 0.003 to 0.009 over 200), by held-out data (docs/explanation/algorithm.md, "Defaults"; records/cifar100).
     """
     return {"rho": 0.003}
 

@@ -13,7 +13,7 @@ matrices, nothing is fast. Each approximation of the paper is one function that 
     tracer_step               no preconditioner, F = (∇L)²: Algorithm 1
 
 A `Loss` is a function of the weight vector. Signs and factors are those that the mathematics gives, not
-those of the paper's misprints (docs/derivation.md has both).
+those of the paper's misprints (docs/explanation/derivation.md has both).
 """
 
 from __future__ import annotations

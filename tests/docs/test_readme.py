@@ -35,7 +35,7 @@ def net(shape, classes):
     return nn.Sequential(nn.Linear(shape[0], 8), nn.Tanh(), nn.Linear(8, classes))
 """
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -71,7 +71,7 @@ def test_python_blocks_run(tmp_path, capsys):
 
 def test_the_python_of_the_page_on_training_runs(tmp_path):
     names = surroundings(tmp_path)
-    found = blocks("python", (ROOT / "docs" / "training.md").read_text())
+    found = blocks("python", (ROOT / "docs" / "how-to" / "training.md").read_text())
     assert len(found) >= 4
     for block in found:
         exec(block, names)
@@ -83,7 +83,8 @@ def test_the_python_of_the_page_on_choosing_rho_runs(tmp_path, monkeypatch, caps
     names["SGDTracer"] = gtracer.SGDTracer
     names["opt"] = gtracer.SGDTracer(names["model"].parameters(), lr=0.1, momentum=0.9, model=names["model"])
     names["held_out_batches"] = names["batches"]
-    (block,) = [b for b in blocks("python", (ROOT / "docs" / "choosing-rho.md").read_text()) if "find_rho" in b]
+    page = (ROOT / "docs" / "how-to" / "choosing-rho.md").read_text()
+    (block,) = [b for b in blocks("python", page) if "find_rho" in b]
     exec(block.replace("steps=200", "steps=2"), names)
     assert "against ρ = 0" in capsys.readouterr().out
     assert (tmp_path / "rho.png").exists()
@@ -131,7 +132,7 @@ def own_data(folder):
 
 
 def test_the_example_of_a_study_is_one(tmp_path):
-    (block,) = blocks("yaml", (ROOT / "docs" / "studies.md").read_text())
+    (block,) = blocks("yaml", (ROOT / "docs" / "how-to" / "studies.md").read_text())
     (tmp_path / "mine.yaml").write_text(block)
     mine = study.load(str(tmp_path / "mine.yaml"))
     assert len(mine.configs()) == 3 * 2 * 4
@@ -139,12 +140,12 @@ def test_the_example_of_a_study_is_one(tmp_path):
 
 
 def test_every_shipped_study_is_in_the_docs():
-    page = (ROOT / "docs" / "studies.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "studies.md").read_text()
     assert all(f"`{name}`" in page for name in study.shipped())
 
 
 def test_the_derivation_s_example_runs(capsys):
-    (block,) = blocks("python", (ROOT / "docs" / "derivation.md").read_text())
+    (block,) = blocks("python", (ROOT / "docs" / "explanation" / "derivation.md").read_text())
     names: dict = {}
     exec(block, names)
     assert "tensor(" in capsys.readouterr().out
@@ -158,7 +159,7 @@ def test_the_curvature_s_examples_run(tmp_path):
     names["x"], names["y"] = names["batch"]
     names["loss_of"] = lambda batch: cross_entropy(model(batch[0]), batch[1])
     start = model[0].weight.detach().clone()
-    for block in blocks("python", (ROOT / "docs" / "curvature.md").read_text()):
+    for block in blocks("python", (ROOT / "docs" / "explanation" / "curvature.md").read_text()):
         exec(block, names)
     assert not torch.equal(start, model[0].weight)
     torch.testing.assert_close(names["p"].sum(1), torch.ones(6))
@@ -167,7 +168,7 @@ def test_the_curvature_s_examples_run(tmp_path):
 def test_the_sharpness_s_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = surroundings(tmp_path)
-    found = blocks("python", (ROOT / "docs" / "sharpness.md").read_text())
+    found = blocks("python", (ROOT / "docs" / "how-to" / "sharpness.md").read_text())
     for block in found:
         exec(block, names)
     assert "m-sharpness, adaptive" in capsys.readouterr().out
@@ -196,7 +197,7 @@ def test_ci_runs_the_two_commands():
 
 
 def test_tests_named_in_the_table_exist():
-    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "guarantees.md").read_text())
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "reference" / "guarantees.md").read_text())
     assert len(named) > 40
     for name in named:
         assert (ROOT / name).exists()

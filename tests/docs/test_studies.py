@@ -134,7 +134,7 @@ def test_records_are_kept_one_file_for_a_study():
 
 
 def test_the_results_in_the_docs_are_those_of_the_records():
-    docs = (STUDIES.parent / "docs" / "results.md").read_text().splitlines()
+    docs = (STUDIES.parent / "docs" / "results" / "benchmarks.md").read_text().splitlines()
     readme = (STUDIES.parent / "README.md").read_text()
     made = []
     for name, folder in (
@@ -162,7 +162,7 @@ def test_the_second_moments_in_the_docs_are_those_of_the_records():
     study = load(str(STUDIES / "digits" / "second-moment.yaml"))
     found, problems = results.read(RECORDS / "digits" / "second-moment.jsonl.xz", study)
     assert problems == []
-    text = (STUDIES.parent / "docs" / "algorithm.md").read_text().replace("*", "")
+    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text().replace("*", "")
     section = text[text.index("## What feeds") : text.index("## What can go wrong")]
     seen = {result.point.label: str(result.accuracy) for result in found.all}
     assert f"Adam has {seen['Adam']} there and SAM {seen['SAM, ρ 1.0']} (ρ 1" in section
@@ -215,14 +215,14 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
             found.setdefault(record.config.rho, []).append(record.curves)
     best = max(sorted(found), key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
     ratios = [curves["penalty_ratio"][len(curves["penalty_ratio"]) // 2] for curves in found[best]]
-    text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
+    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text()
     assert len(found) > 2
     assert f"| {label} | {best:g} | {statistics.mean(ratios):.2f} |" in text
 
 
 def test_the_span_of_the_ratios_is_that_of_their_table():
     """Fine-tuning's; MiniLM's RTE, next to chance, is told apart."""
-    text = (STUDIES.parent / "docs" / "algorithm.md").read_text()
+    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text()
     rows = re.findall(r"^\| ((?:MiniLM|mpnet), .*) \| \S+ \| (\d\.\d\d) \|$", text, re.MULTILINE)
     ratios = [float(ratio) for label, ratio in rows if label != "MiniLM, RTE"]
     assert f"{min(ratios)} to {max(ratios):.1f} in fine-tuning" in text
@@ -239,13 +239,13 @@ def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, pictur
 
 
 def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
-    """docs/choosing-rho.md, to the digit, and the sentences that follow from it, there and in the README."""
+    """docs/how-to/choosing-rho.md, to the digit, and the sentences that follow from it, there and in the README."""
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("rho_auto")
     runs = [json.loads(line) for line in (RECORDS / "rho-auto" / "runs.jsonl").read_text().splitlines()]
     module.print_table(runs, module.METHODS)
     rows = capsys.readouterr().out.splitlines()[2:]
-    text = (STUDIES.parent / "docs" / "choosing-rho.md").read_text()
+    text = (STUDIES.parent / "docs" / "how-to" / "choosing-rho.md").read_text()
     assert len(rows) == 21
     assert all(row in text for row in rows)
     tests = {}
@@ -270,13 +270,13 @@ def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
 
 
 def test_the_table_of_rho_finder_is_that_of_its_runs(capsys, monkeypatch):
-    """docs/choosing-rho.md, to the digit, and the sentence that follows from it."""
+    """docs/how-to/choosing-rho.md, to the digit, and the sentence that follows from it."""
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("rho_finder")
     text = (STUDIES.parent / "records" / "rho-finder" / "runs.jsonl").read_text()
     module.print_table([json.loads(line) for line in text.splitlines()])
     rows = capsys.readouterr().out.splitlines()
-    page = (STUDIES.parent / "docs" / "choosing-rho.md").read_text()
+    page = (STUDIES.parent / "docs" / "how-to" / "choosing-rho.md").read_text()
     assert len(rows) == 20
     assert all(row in page for row in rows[2:17])
     told = re.findall(r"[+-]?\d+\.\d", rows[-1])
@@ -286,12 +286,12 @@ def test_the_table_of_rho_finder_is_that_of_its_runs(capsys, monkeypatch):
 
 
 def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
-    """docs/own-data.md, to the digit."""
+    """docs/start/own-data.md, to the digit."""
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("label_errors")
     text = (RECORDS / "label-errors" / "rows.jsonl").read_text()
     rows = module.table([json.loads(line) for line in text.splitlines()]).splitlines()
-    page = (STUDIES.parent / "docs" / "own-data.md").read_text()
+    page = (STUDIES.parent / "docs" / "start" / "own-data.md").read_text()
     assert len(rows) == 2 + 4 * 9 + 2 * 7
     assert all(row in page for row in rows)
     cells = [re.sub(r" ± [\d.]+", "", row).strip("| ").split(" | ") for row in rows[2:]]
@@ -363,7 +363,7 @@ def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
     module = importlib.import_module("flatness")
     rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
     assert len(rows) == 30
-    page = (ROOT / "docs" / "sharpness.md").read_text().split("## What came out")[1]
+    page = (ROOT / "docs" / "how-to" / "sharpness.md").read_text().split("## What came out")[1]
     for problem, heading in {"digits, 50% noise": "50% label noise", "digits, clean": "clean labels"}.items():
         printed = module.table([row for row in rows if row["problem"] == problem]).splitlines()
         section = page.split(f"### Digits, {heading}")[1].split("###")[0]

@@ -85,7 +85,7 @@ def test_help_shows_defaults_and_an_example(capsys):
 
 @pytest.mark.slow
 def test_its_claim(tmp_path):
-    """As docs/demo.md has it: above SGD on both nets; above SAM on the deeper one, and in the mean over both."""
+    """As docs/results/demo.md has it: above SGD on both nets; above SAM on the deeper one, and in the mean of both."""
     results = demo.run(seeds=3, epochs=50, folder=tmp_path, console=Console(quiet=True))
 
     def is_above(ours, theirs):

@@ -213,7 +213,7 @@ def test_where_nothing_is_said_it_is_torchs(cls, base):
 
 @pytest.mark.parametrize("cls", [SGDTracer, Tracer, AdamTracer, AdamWTracer])
 def test_where_nothing_is_said_the_penalty_is_algorithm_1s(cls):
-    """f₀ is the first F, ρ sets itself, the numbers are those of docs/algorithm.md."""
+    """f₀ is the first F, ρ sets itself, the numbers are those of docs/explanation/algorithm.md."""
     opt = made(cls)
     hyper = opt.hyperparameters(opt.param_groups[0])
     beta = {} if "Adam" in cls.__name__ else {"beta": 0.1}  # Adam's is 1 − betas[1]

@@ -52,7 +52,7 @@ KEPT = (0.975, 0.95, 0.97, 0.75)
 
 @dataclass(frozen=True)
 class Controller:
-    """The constants, one set for all problems; how they were found is in docs/choosing-rho.md.
+    """The constants, one set for all problems; how they were found is in docs/how-to/choosing-rho.md.
 
     Attributes:
         held_out: Gives the loss of a held-out batch.

@@ -8,8 +8,8 @@ C = TypeVar("C", bound=type)
 
 TEXTS = {
     "rho": """\
-rho: ρ, strength of the penalty: a number, or `"auto"`, which sets and moves it (docs/choosing-rho.md). May be set per
-    group, as β, δ and f₀ may.""",
+rho: ρ, strength of the penalty: a number, or `"auto"`, which sets and moves it (docs/how-to/choosing-rho.md). May be
+    set per group, as β, δ and f₀ may.""",
     "beta": "beta: β, how fast f follows the squared gradient.",
     "delta": "delta: δ, damping of the ratio. What matters is ρ/δ while δ is well above f.",
     "shared": """\

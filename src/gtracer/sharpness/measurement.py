@@ -56,7 +56,7 @@ def measure(
     The cost is linear in the data and in `steps + probes` for each matrix, `2 · samples`, and `ascent` four times; 0
     leaves a measure out. Memory is `steps` copies of the weights. Weights, gradients, buffers, modes and random numbers
     are afterwards as they were, also after an error or Ctrl-C. Which measures know how the weights are scaled, and so
-    compare models badly: `Sharpness.is_invariant`, docs/sharpness.md.
+    compare models badly: `Sharpness.is_invariant`, docs/how-to/sharpness.md.
 
     Args:
         model: Whose weights; in evaluation mode while it is measured.

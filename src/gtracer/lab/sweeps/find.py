@@ -19,7 +19,7 @@ from gtracer.lab.training.run import Run
 from gtracer.optim import TwoPassOptimizer
 
 HOLDOUT = 0.1
-SHARE = 0.2  # of the training that a branch lasts: docs/choosing-rho.md, "find_rho, measured"
+SHARE = 0.2  # of the training that a branch lasts: docs/how-to/choosing-rho.md, "find_rho, measured"
 HELD_OUT_BATCHES = 10  # whose scatter is the uncertainty, and so few that each is of some size
 CURVE, FIGURE = "rho.json", "rho.png"
 Rows = tuple[bool, Tensor]  # whether they are held out, and which they are

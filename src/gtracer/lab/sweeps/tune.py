@@ -28,15 +28,15 @@ from gtracer.penalty import BETA, DELTA
 BATCH = 4  # trials asked for at a time: the same search, whatever the number of processes
 FIRST_SEED = 1000  # far from those that results are reported for
 BEST = "best.yaml"
-# What matters of ρ and δ is their ratio (docs/algorithm.md), so that is searched.
+# What matters of ρ and δ is their ratio (docs/explanation/algorithm.md), so that is searched.
 RATIO = "rho/delta"
 TRACER = {RATIO: (0.03, 3.0), "delta": (1e-3, 1e-1), "beta": (0.01, 0.5)}
 SAM = {"rho": (0.01, 2.0)}
-# An encoder that was trained before wants less of either (docs/results.md, "SuperGLUE").
+# An encoder that was trained before wants less of either (docs/results/benchmarks.md, "SuperGLUE").
 TRACER_OF_TEXTS = TRACER | {RATIO: (5e-4, 0.05)}
 SAM_OF_TEXTS = {"rho": (1e-3, 0.1)}
 EDGE = 0.05  # of the range, on its logarithm
-# Times the ρ that branches recommend: what is best in the end lies there or above (docs/choosing-rho.md).
+# Times the ρ that branches recommend: what is best in the end lies there or above (docs/how-to/choosing-rho.md).
 BELOW, ABOVE = 1 / 3, 10
 SHOWN = 10  # trials in the table
 LEAST = 1e-9  # score of a run that did not diverge
