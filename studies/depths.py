@@ -20,7 +20,7 @@ from gtracer.lab.config import Config
 from runs import last_rows
 
 DEPTHS = (2, 3, 4, 5, 6)
-# The seven values of docs/explanation/algorithm.md; TRACER's with δ = 0.01.
+# The seven values of docs/explanation/defaults.md; TRACER's with δ = 0.01.
 GRIDS = {"sam": (0.05, 0.1, 0.2, 0.5, 1.0, 1.5, 2.0), "sgd-tracer": (0.001, 0.003, 0.005, 0.008, 0.012, 0.016, 0.02)}
 TUNING_SEEDS, SEEDS = (100, 101, 102), (0, 1, 2, 3, 4)
 

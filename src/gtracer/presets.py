@@ -32,7 +32,7 @@ def fine_tuning() -> Settings:
     """For an encoder that was trained before: ρ 6e-5, and the total's norm clipped to 1.
 
     From searches with all-MiniLM-L6-v2 and all-mpnet-base-v2 on BoolQ, WiC and RTE by held-out data: best ρ 1.5e-5 to
-    2e-4 (docs/explanation/algorithm.md, "Defaults"; records/superglue).
+    2e-4 (docs/explanation/defaults.md; records/superglue).
     """
     return {"rho": RHO_FINE_TUNING, "clip": Clip(norm=1.0)}
 
@@ -41,7 +41,7 @@ def cifar() -> Settings:
     """For a residual net on images such as CIFAR's with weight decay and clean labels, not augmented: ρ 0.003.
 
     ResNet-20, CIFAR-100, SGD at learning rate 0.1, weight decay 5e-4: best of 0.001 to 0.0065 over 100 epochs (0.0065
-    of 0.003 to 0.009 over 200), by held-out data (docs/explanation/algorithm.md, "Defaults"; records/cifar100).
+    of 0.003 to 0.009 over 200), by held-out data (docs/explanation/defaults.md; records/cifar100).
     """
     return {"rho": 0.003}
 

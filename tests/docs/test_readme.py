@@ -4,12 +4,14 @@ import re
 import shlex
 import subprocess
 import textwrap
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy
+import pytest
 import torch
 from PIL import Image
-from torch import nn
+from torch import distributed, nn
 from torch.nn.functional import cross_entropy
 
 import gtracer
@@ -36,6 +38,8 @@ def net(shape, classes):
 """
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]  # run by test_tutorials.py
+HOW_TO = ["accumulation", "collapse", "ddp", "fsdp2", "mixed-precision", "timm", "training"]
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -69,12 +73,38 @@ def test_python_blocks_run(tmp_path, capsys):
     assert not torch.equal(before[0], next(names["model"].parameters()))
 
 
-def test_the_python_of_the_page_on_training_runs(tmp_path):
+@pytest.mark.parametrize("page", HOW_TO)
+def test_the_python_of_a_how_to_page_runs(page, tmp_path):
+    """In order, on the reader's model."""
     names = surroundings(tmp_path)
-    found = blocks("python", (ROOT / "docs" / "how-to" / "training.md").read_text())
-    assert len(found) >= 4
+    before = [p.detach().clone() for p in names["model"].parameters()]
+    found = blocks("python", (ROOT / "docs" / "how-to" / f"{page}.md").read_text())
+    assert found
     for block in found:
         exec(block, names)
+    if "worker" in names:  # what each of several processes does, by one
+        with alone(tmp_path):
+            names["worker"](names["model"], names["batches"])
+    assert not torch.equal(before[0], full(next(names["model"].parameters())))
+
+
+def test_every_how_to_page_with_python_is_run():
+    pages = {page.stem for page in PAGES if page.parent.name == "how-to" and blocks("python", page.read_text())}
+    assert pages == {*HOW_TO, "choosing-rho", "sharpness"}
+
+
+@contextmanager
+def alone(folder):
+    """A group of one process."""
+    distributed.init_process_group("gloo", init_method=f"file://{folder / 'group'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def full(weights):
+    return weights.to_local() if hasattr(weights, "to_local") else weights
 
 
 def test_the_python_of_the_page_on_choosing_rho_runs(tmp_path, monkeypatch, capsys):
@@ -94,7 +124,8 @@ def test_the_docs_commands_run(tmp_path, monkeypatch):
     """Every `gtracer …` line of README and docs, with fewer epochs; runs of a sweep are made in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(local, "Local", InThisProcess)
-    lines = [line for page in PAGES for block in blocks("sh", page.read_text()) for line in block.splitlines()]
+    found = [block for page in PAGES if page not in TUTORIALS for block in blocks("sh", page.read_text())]
+    lines = [line for block in found for line in block.splitlines()]
     commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]
     assert commands
     quick = {
@@ -196,9 +227,10 @@ def test_ci_runs_the_two_commands():
         assert done.stdout == block
 
 
-def test_tests_named_in_the_table_exist():
-    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "reference" / "guarantees.md").read_text())
-    assert len(named) > 40
+def test_tests_that_are_named_exist():
+    pages = [page.read_text() for page in PAGES if page.name != "log.md"]  # which tells of what has gone
+    named = [name for page in pages for name in re.findall(r"`(tests/[\w/]+\.py)`", page)]
+    assert len(named) > 60
     for name in named:
         assert (ROOT / name).exists()
 

@@ -162,8 +162,8 @@ def test_the_second_moments_in_the_docs_are_those_of_the_records():
     study = load(str(STUDIES / "digits" / "second-moment.yaml"))
     found, problems = results.read(RECORDS / "digits" / "second-moment.jsonl.xz", study)
     assert problems == []
-    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text().replace("*", "")
-    section = text[text.index("## What feeds") : text.index("## What can go wrong")]
+    text = (STUDIES.parent / "docs" / "explanation" / "deviations.md").read_text().replace("*", "")
+    section = text[text.index("## What feeds") :]
     seen = {result.point.label: str(result.accuracy) for result in found.all}
     assert f"Adam has {seen['Adam']} there and SAM {seen['SAM, ρ 1.0']} (ρ 1" in section
     for name in ("Total", "Loss"):
@@ -215,14 +215,14 @@ def test_the_ratios_in_the_docs_are_those_of_the_records(label, folder, options)
             found.setdefault(record.config.rho, []).append(record.curves)
     best = max(sorted(found), key=lambda rho: statistics.mean(curves["holdout_accuracy"][-1] for curves in found[rho]))
     ratios = [curves["penalty_ratio"][len(curves["penalty_ratio"]) // 2] for curves in found[best]]
-    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text()
+    text = (STUDIES.parent / "docs" / "explanation" / "defaults.md").read_text()
     assert len(found) > 2
     assert f"| {label} | {best:g} | {statistics.mean(ratios):.2f} |" in text
 
 
 def test_the_span_of_the_ratios_is_that_of_their_table():
     """Fine-tuning's; MiniLM's RTE, next to chance, is told apart."""
-    text = (STUDIES.parent / "docs" / "explanation" / "algorithm.md").read_text()
+    text = (STUDIES.parent / "docs" / "explanation" / "defaults.md").read_text()
     rows = re.findall(r"^\| ((?:MiniLM|mpnet), .*) \| \S+ \| (\d\.\d\d) \|$", text, re.MULTILINE)
     ratios = [float(ratio) for label, ratio in rows if label != "MiniLM, RTE"]
     assert f"{min(ratios)} to {max(ratios):.1f} in fine-tuning" in text
@@ -236,6 +236,12 @@ def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, pictur
     assert problems == []
     drawn = {made.name: made.svg for made in pictures(found)}[picture]
     assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
+
+
+def test_the_figure_of_a_step_is_drawn(tmp_path):
+    """By the optimiser: from one point SGD's step, and TRACER's, which goes further down."""
+    study("step", "--out", str(tmp_path / "step.svg"))
+    assert (STUDIES.parent / "docs" / "figures" / "step.svg").read_bytes() == (tmp_path / "step.svg").read_bytes()
 
 
 def test_the_table_of_rho_auto_is_that_of_its_runs(capsys, monkeypatch):
@@ -286,12 +292,12 @@ def test_the_table_of_rho_finder_is_that_of_its_runs(capsys, monkeypatch):
 
 
 def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
-    """docs/start/own-data.md, to the digit."""
+    """docs/results/label-errors.md, to the digit."""
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("label_errors")
     text = (RECORDS / "label-errors" / "rows.jsonl").read_text()
     rows = module.table([json.loads(line) for line in text.splitlines()]).splitlines()
-    page = (STUDIES.parent / "docs" / "start" / "own-data.md").read_text()
+    page = (STUDIES.parent / "docs" / "results" / "label-errors.md").read_text()
     assert len(rows) == 2 + 4 * 9 + 2 * 7
     assert all(row in page for row in rows)
     cells = [re.sub(r" ± [\d.]+", "", row).strip("| ").split(" | ") for row in rows[2:]]
@@ -363,7 +369,7 @@ def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
     module = importlib.import_module("flatness")
     rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
     assert len(rows) == 30
-    page = (ROOT / "docs" / "how-to" / "sharpness.md").read_text().split("## What came out")[1]
+    page = (ROOT / "docs" / "results" / "sharpness.md").read_text().split("## What came out")[1]
     for problem, heading in {"digits, 50% noise": "50% label noise", "digits, clean": "clean labels"}.items():
         printed = module.table([row for row in rows if row["problem"] == problem]).splitlines()
         section = page.split(f"### Digits, {heading}")[1].split("###")[0]
@@ -375,7 +381,7 @@ def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
 
 
 def test_what_the_docs_say_of_auto_on_a_gpu_is_in_its_records():
-    page = (ROOT / "docs" / "choosing-rho.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "choosing-rho.md").read_text()
     wanted = load(str(STUDIES / "superglue" / "auto-minilm.yaml"))
     found = results.Results(wanted, records(RECORDS / "superglue" / "auto-minilm.jsonl.xz"))
     for method in wanted.methods:

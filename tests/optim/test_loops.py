@@ -123,7 +123,7 @@ def penalty_at(radius, dtype):
 
 
 def test_a_larger_radius_rounds_less():
-    """As docs/how-to/training.md says of bfloat16."""
+    """As docs/how-to/mixed-precision.md says of bfloat16."""
 
     def error(radius):
         expected = penalty_at(radius, None)

@@ -30,7 +30,7 @@ class TracerCallback(Callback):
     bfloat16. Three things it cannot do so, and the callback refuses them: float16, where the closure is run before the
     optimiser can scale it; `accumulate_grad_batches`, where only the last micro-batch's closure arrives; and
     Lightning's clipping, which comes with the closure and so clips either pass. For the first two there is
-    `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/how-to/training.md.
+    `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/how-to/lightning.md.
 
     `tracer/loss` is the loss at the weights of the step. What `training_step` logs and counts is that of the first
     pass: in the second the callback lets nothing be logged, and holds the module's numbers, lists, dictionaries and

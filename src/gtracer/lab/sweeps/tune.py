@@ -28,7 +28,7 @@ from gtracer.penalty import BETA, DELTA
 BATCH = 4  # trials asked for at a time: the same search, whatever the number of processes
 FIRST_SEED = 1000  # far from those that results are reported for
 BEST = "best.yaml"
-# What matters of ρ and δ is their ratio (docs/explanation/algorithm.md), so that is searched.
+# What matters of ρ and δ is their ratio (docs/explanation/defaults.md), so that is searched.
 RATIO = "rho/delta"
 TRACER = {RATIO: (0.03, 3.0), "delta": (1e-3, 1e-1), "beta": (0.01, 0.5)}
 SAM = {"rho": (0.01, 2.0)}
