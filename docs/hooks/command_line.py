@@ -23,8 +23,8 @@ def _sections(parser: argparse.ArgumentParser, path: tuple[str, ...] = ("gtracer
     inner = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
     if len(path) > 1:
         yield from (f"{'#' * len(path)} {' '.join(path)}", "", _text(parser.description), "")
-        if not inner:
-            yield from _table(parser, actions)
+        for group in () if inner else parser._action_groups:
+            yield from _table(parser, group.title or "", [a for a in group._group_actions if a in actions])
         if parser.epilog:
             yield from ("", "```sh", parser.epilog.removeprefix("example: ").strip(), "```", "")
     for action in inner:
@@ -32,12 +32,12 @@ def _sections(parser: argparse.ArgumentParser, path: tuple[str, ...] = ("gtracer
             yield from _sections(command, (*path, name))
 
 
-def _table(parser: argparse.ArgumentParser, actions: list[argparse.Action]) -> Iterator[str]:
-    yield from ("| | |", "| --- | --- |")
+def _table(parser: argparse.ArgumentParser, title: str, actions: list[argparse.Action]) -> Iterator[str]:
+    """A group of options, if it has any."""
+    actions = [action for action in actions if not isinstance(action, argparse._HelpAction)]
+    yield from ("", f"| {title} | |", "| --- | --- |") if actions else ()
     formatter = parser._get_formatter()
     for action in actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
         takes = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
         names = [f"{name} {takes}".strip() for name in action.option_strings] or [takes]
         shown = "<br>".join(f"<code>{html.escape(name).replace('|', '&#124;')}</code>" for name in names)

@@ -18,6 +18,8 @@ def on_config(config: Any) -> Any:
     """The menu of versions asks for a list of them, which is there only where mike has put it."""
     if "MIKE_DOCS_VERSION" in os.environ:
         config.extra["version"] = {"provider": "mike"}
+    if config.extra["repository"]:
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": config.extra["repository"]}]
     return config
 
 
@@ -46,8 +48,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
         if name.startswith("examples/"):
             shown.append(name)
             return f"[{text}](#{_slug(name)})"
-        if config.repo_url:
-            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{name})"
+        if config.extra["repository"]:
+            return f"[{text}]({config.extra['repository'].rstrip('/')}/blob/main/{name})"
         return f"`{name}`" if text.strip("`") == name else f"{text} (`{name}`)"
 
     markdown = LINK.sub(link, markdown)

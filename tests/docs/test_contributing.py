@@ -66,7 +66,7 @@ def test_its_commands_exist(command):
     program = program.removeprefix(".venv/bin/")
     if program == "gtracer":
         cli.parser().parse_args(words)
-    elif program not in ("python3", "pip"):
+    elif program not in ("python", "python3", "pip"):
         assert program in {script.name for script in metadata.entry_points(group="console_scripts")} | {"ruff"}
     for word in words:
         if "/" in word and not word.startswith("runs/"):  # which is what they make

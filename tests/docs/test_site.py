@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib.util
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -117,6 +119,52 @@ def test_every_public_name_is_described(pages, room):
     names = public(room) + (["load"] if room == "gtracer" else [])
     assert names
     assert [name for name in names if not {f"{room}.{name}", f"gtracer.{name}"} & described] == []
+
+
+@pytest.fixture(scope="module")
+def hook():
+    """A function: one of docs/hooks, as mkdocs has it."""
+    pytest.importorskip("mkdocs")
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(name, DOCS / "hooks" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("repository", "shown"),
+    [
+        ("", "see `studies/step.py`, how (`LICENSE`)"),
+        (
+            "https://x.org/y",
+            "see [studies/step.py](https://x.org/y/blob/main/studies/step.py), [how](https://x.org/y/blob/main/LICENSE)",
+        ),
+    ],
+)
+def test_links_out_of_the_docs_lead_to_the_repository_or_name_the_file(hook, repository, shown):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/timm.md"))
+    config = SimpleNamespace(extra={"repository": repository})
+    text = "see [studies/step.py](../../studies/step.py), [how](../../LICENSE)"
+    assert hook("pages").on_page_markdown(text, page=page, config=config) == shown
+    kept = "[a](ddp.md), [b](https://x.org), [c](#d), ![e](../figures/step.svg)"
+    assert hook("pages").on_page_markdown(kept, page=page, config=config) == kept
+    made = hook("pages").on_page_markdown("[e](../../examples/timm_style.py)", page=page, config=config)
+    assert made.startswith("[e](#examples-timm_style-py)\n")
+    assert (ROOT / "examples" / "timm_style.py").read_text() in made
+
+
+@pytest.mark.parametrize("version", [None, "0.1"])
+def test_the_menu_of_versions_is_there_where_mike_makes_it(hook, monkeypatch, version):
+    """Elsewhere the browser would ask for a list that is not there."""
+    monkeypatch.delenv("MIKE_DOCS_VERSION", raising=False)
+    if version:
+        monkeypatch.setenv("MIKE_DOCS_VERSION", version)
+    config = hook("pages").on_config(SimpleNamespace(extra={"repository": ""}))
+    assert config.extra.get("version") == ({"provider": "mike"} if version else None)
 
 
 def commands(parser, path=("gtracer",)):

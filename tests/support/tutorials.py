@@ -1,6 +1,6 @@
 """Pages that run as they stand: their blocks in order, and what they print beside what the page says.
 
-    PYTHONPATH=src:tests python -m support.tutorials docs/tutorials/noisy-table.md
+    python tests/support/tutorials.py docs/tutorials/noisy-table.md
 
 runs a page, writes what it printed into it, and puts the figures that it draws into docs/figures.
 """
@@ -17,8 +17,8 @@ import tempfile
 from pathlib import Path
 
 from gtracer import cli
-from support.places import ROOT
 
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 PROGRESS = re.compile(r"^epoch \d+/.*\n", re.MULTILINE)  # as often as the machine is slow
@@ -68,7 +68,7 @@ def write(path: Path) -> None:
         sys.path.insert(0, folder)
         outputs = iter([printed for _, printed in run(page)])
         for name in figures(page):
-            shutil.copy(name, ROOT / "docs" / "figures")
+            shutil.copy(name, FIGURES)
     page = BLOCK.sub(lambda b: f"```text\n{next(outputs).rstrip()}\n```" if b[1] == "text" else b[0], page)
     path.write_text(page)
 
