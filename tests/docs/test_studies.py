@@ -238,7 +238,7 @@ def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, pictur
     assert (STUDIES.parent / "docs" / "figures" / f"{name}.svg").read_bytes() == drawn
 
 
-def test_the_figure_of_a_step_is_drawn(tmp_path):
+def test_the_figure_of_a_step_is_drawn(tmp_path, study):
     """By the optimiser: from one point SGD's step, and TRACER's, which goes further down."""
     study("step", "--out", str(tmp_path / "step.svg"))
     assert (STUDIES.parent / "docs" / "figures" / "step.svg").read_bytes() == (tmp_path / "step.svg").read_bytes()

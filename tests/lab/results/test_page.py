@@ -1,27 +1,19 @@
 """The report's page as a reader has it: in Chromium, from a file."""
 
 import re
-import shutil
 
 import pytest
 
 from gtracer.lab.results import report
 from gtracer.lab.results.statistics import read
+from support.browser import chromium
 from support.records import HOSTILE, detailed, small, varied
-
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on the path")
-QUIET = ("gpu", "quic", "background-networking", "component-update", "sync")
-FLAGS = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 
 
 @pytest.fixture(scope="module")
 def browser():
-    with playwright.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+    with chromium() as running:
         yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")
