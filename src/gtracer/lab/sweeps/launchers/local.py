@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gtracer.lab.config import Config
-from gtracer.lab.data.task import Task
 from gtracer.lab.errors import LabError, one_line
 
 RETRIES = 2
