@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from gtracer.lab.config import Config
 from gtracer.lab.errors import LabError, one_line
 
+if TYPE_CHECKING:
+    from gtracer.lab.data.task import Task
+
 RETRIES = 2
 
 
