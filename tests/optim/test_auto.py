@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
-from gtracer import AdamWTracer, Clip, RhoScheduler, SGDTracer, Tracer, linear_warmup
+from gtracer import SAM, AdamWTracer, Clip, RhoScheduler, SGDTracer, Tracer, linear_warmup
 from gtracer.optim import auto
 from gtracer.optim.auto import Controller
 from support.problems import shapes_in_noise
@@ -66,6 +66,7 @@ class Twin:
     def __init__(self, full, none, falls, window=40, every=10, doubt=3.0):
         self.full, self.none, self.falls = full, none, falls
         self.window, self.every, self.doubt = window, every, doubt
+        self.stride = max(0.7, 2.3 * 40 / window)
         self.log_rho, self.before, self.count = math.log(1e-5), None, 0
         self.agreements, self.alignment = [], (0.0, 0.0)
 
@@ -90,8 +91,8 @@ class Twin:
             variance = sum(w * (x - s) ** 2 for w, x in zip(weights, self.agreements, strict=True)) / sum(weights)
             known = s + self.doubt * (math.sqrt(variance * (1 - kept) / (1 + kept)) + max(0, -s))
             up = min(1, max(0, (self.none - known) / (self.none - self.full))) * min(1, max(0, (0.7 - c) / 0.1))
-            down = min(0.7, max(0, 3 * (s - self.falls)))
-            self.log_rho = min(math.log(1e-2), max(math.log(1e-5), self.log_rho + 0.7 * up - down))
+            down = min(self.stride, max(0, 3 * (s - self.falls)))
+            self.log_rho = min(math.log(1e-2), max(math.log(1e-5), self.log_rho + self.stride * up - down))
         self.count += 1
 
 
@@ -232,7 +233,9 @@ def test_held_out_data_leaves_no_trace_but_rho():
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("ratio", "moved"), [(0.5, 0.7), (0.8, 0.35), (0.9, 0), (0.97, -0.06), (1.5, -0.7)])
+@pytest.mark.parametrize(
+    ("ratio", "moved"), [(0.5, 2.3), (0.8, 1.15), (0.9, 0), (0.97, -0.06), (1.5, -1.65), (2.0, -2.3)]
+)
 def test_rho_follows_the_gap_to_held_out_data(ratio, moved):
     """In closed form: the training loss is this share of the held-out one, and ∇T at right angles to ∇L."""
     w = nn.Parameter(torch.ones(2).double())
@@ -240,20 +243,21 @@ def test_rho_follows_the_gap_to_held_out_data(ratio, moved):
     group = opt.param_groups[0]
     for _ in range(49):
         opt.step(lambda: 2 * ratio + (w[0] ** 2 - w[1] ** 2) / 2)
-    group["rho_log"] = math.log(1e-3)
+    group["rho_log"] = math.log(1e-3) if moved > -2 else math.log(5e-3)
+    start = group["rho_log"]
     opt.step(lambda: 2 * ratio + (w[0] ** 2 - w[1] ** 2) / 2)
-    assert group["rho_log"] == pytest.approx(math.log(1e-3) + moved, abs=1e-9)
+    assert group["rho_log"] == pytest.approx(start + moved, abs=1e-9)
 
 
 @pytest.mark.parametrize(
     ("steps", "agreement", "moved"),
     [
-        (None, 0.02, 0.35),
+        (None, 0.02, 1.15),
         (None, 0.05, 0),
         (None, 0.15, -0.15),
         (10, 0.15, -0.21),
         (100, 0.15, -0.27),
-        (48, 0.05, 1.4 / 3),
+        (48, 0.05, 2.3 * 40 / 48 * 2 / 3),
     ],
 )
 def test_rho_follows_the_agreement_of_batches(steps, agreement, moved):
@@ -329,10 +333,13 @@ def test_what_cannot_be():
 
     with pytest.raises(RuntimeError, match="rho = 'auto' moves ρ outside of the graph, call prepare_capture"):
         check_capture(opt)
-    opt = MAKERS["sgd"](model, held_out=lambda: model(torch.zeros(2, 5).double()).sum())
+    opt = MAKERS["sgd"](model, held_out=lambda: model(torch.zeros(2, 5).double()).sum(), interval=4, reuse=0.9)
     opt.prepare_capture()
-    with pytest.raises(RuntimeError, match="held_out is called outside of the graph"):
-        check_capture(opt)
+    assert opt.phases == 20  # a penalty in every fourth, a look in every tenth
+    with pytest.raises(ValueError, match=r"held_out must be a function .* got 0\.1"):
+        opt.held_out = 0.1
+    with pytest.raises(ValueError, match="held_out is for a rho that sets itself, and SAM's does not"):
+        SAM(torch.optim.SGD(model.parameters(), lr=0.1)).held_out = len
 
 
 @pytest.mark.parametrize("own", [{}, {"interval": 2, "reuse": 0.9}, {"clip": Clip(norm=1.0)}], ids=str)

@@ -63,7 +63,8 @@ class Controller:
         first: Step of the first decision, and steps that s is averaged over; an epoch, where that is longer.
         every: Steps from one decision to the next; more by as much as an epoch is longer than `first`.
         sure: Standard errors by which s has to be below its bounds, where an epoch is long or nobody knows.
-        pace: By how much log ρ moves at most.
+        pace: By how much log ρ moves at most, where an epoch is short and there may be few steps in all.
+        slow: The same where it is long.
         most: What ‖ρ∇T‖/‖∇L‖ is cut off at.
         on_device: Whether ρ is kept where a CUDA graph can move it. The groups then hold `start`, which a graph has
             for good, and ρ∇T is multiplied by what is missing.
@@ -78,9 +79,15 @@ class Controller:
     first: int = 40
     every: int = 10
     sure: float = 3.0
-    pace: float = 0.7
+    pace: float = 2.3
+    slow: float = 0.7
     most: float = 2.0
     on_device: bool = False
+
+    def __post_init__(self) -> None:
+        found = self.held_out
+        if found is not None and not callable(found):
+            raise ValueError(f"held_out must be a function that gives the loss of a held-out batch, got {found!r}")
 
     def rho(self, log_rho: float, count: int) -> float:
         """ρ of step number `count`."""
@@ -110,6 +117,11 @@ class Controller:
     def pause(self) -> int:
         """Steps from one decision to the next."""
         return self.every * self.window // self.first
+
+    @cached_property
+    def stride(self) -> float:
+        """By how much log ρ moves at most."""
+        return max(self.slow, self.pace * self.first / self.window)
 
     @cached_property
     def doubt(self) -> float:
@@ -169,14 +181,12 @@ class Controller:
             gap = 1 - processes.mean_of(third, opt.model) / processes.mean_of(held_out, opt.model)
             up, down = (gap - 0.15) / 0.1, 3 * (0.05 - gap)
         free = (0.7 - alignment) / 0.1
-        moved = self.pace * up.clamp(0, 1) * free.clamp(0, 1) - down.clamp(0, self.pace)
+        moved = self.stride * up.clamp(0, 1) * free.clamp(0, 1) - down.clamp(0, self.stride)
         return torch.where(torch.isfinite(moved) & (numbers[ALIGNMENT, 1] > 0), moved, 0.0)
 
 
 def controller_of(held_out: Callable[[], Tensor] | None, steps_per_epoch: int | None = None) -> Controller:
     """For held-out data, or without; the arguments are checked."""
-    if held_out is not None and not callable(held_out):
-        raise ValueError(f"held_out must be a function that gives the loss of a held-out batch, got {held_out!r}")
     if steps_per_epoch is not None:
         checks.count("steps_per_epoch", steps_per_epoch)
     return Controller(held_out, steps_per_epoch)
@@ -195,8 +205,9 @@ def place_of(opt: TwoPassOptimizer) -> Tensor | None:
 def look_at_held_out_data(opt: TwoPassOptimizer, step: Step, around: Surroundings) -> None:
     """Its loss at the weights of the step, where ρ sets itself and wants it."""
     controller = opt.controller
-    if controller is None or not controller.wants_held_out(opt.steps) or not opt.sets_rho:
+    if not opt.looks_at_held_out:
         return
+    assert controller is not None
     assert controller.held_out is not None
     with displaced_pass(around.params, None, around), torch.no_grad():
         around.signals.is_open = True

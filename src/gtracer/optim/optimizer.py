@@ -8,6 +8,7 @@ here, once.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -160,6 +161,27 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             self.controller = replace(self.controller, steps_per_epoch=steps)
 
     @property
+    def held_out(self) -> Callable[[], Tensor] | None:
+        """Gives the loss of a held-out batch, for a ρ that sets itself; may be set before the first step."""
+        return None if self.controller is None else self.controller.held_out
+
+    @held_out.setter
+    def held_out(self, loss: Callable[[], Tensor] | None) -> None:
+        if self.controller is None:
+            raise ValueError(f"held_out is for a rho that sets itself, and {type(self).__name__}'s does not")
+        self.controller = replace(self.controller, held_out=loss)
+
+    @property
+    def held_out_every(self) -> int:
+        """Steps from one look at held-out data to the next."""
+        return 0 if self.controller is None else self.controller.every
+
+    @property
+    def looks_at_held_out(self) -> bool:
+        """Whether the next step does."""
+        return self.controller is not None and self.sets_rho and self.controller.wants_held_out(self.steps)
+
+    @property
     def is_mid_step(self) -> bool:
         """Whether a step is under way: inside of its passes, or between `perturbed()` and `step()`."""
         loop = self._caller.loop
@@ -171,12 +193,15 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return self._fusion, self._caller, self._caller.clipping, self._caller.losses, self._caller.others
 
     def prepare_capture(self) -> None:
-        """Allow steps to be captured as CUDA graphs, one graph for each of `interval` steps.
+        """Allow steps to be captured as CUDA graphs, one graph for each of `phases` steps.
+
+        These are the `interval` between two penalties, and with `held_out=` a multiple, in which it is looked at.
 
         From then on no step looks whether its numbers are finite: whoever replays has to. A ρ that sets itself lives on
         the device, where `rho_of` reads it; the groups hold the number that is multiplied there.
         """
-        self.nonfinite, self.phases = "ignore", self.interval
+        looks = self.held_out is not None and self.sets_rho
+        self.nonfinite, self.phases = "ignore", math.lcm(self.interval, self.held_out_every if looks else 1)
         if self.controller is not None and self.sets_rho:
             if not all(group.get(IS_AUTO) for group in self.param_groups):
                 raise ValueError("rho must be 'auto' or a number in all groups where steps are captured, got both")

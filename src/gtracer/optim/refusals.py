@@ -169,18 +169,13 @@ def check_capture(opt: TwoPassOptimizer) -> None:
     reasons = {
         "make a step first, so that all state exists": left is None or left.random is None,
         "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
-        f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.interval != opt.phases,
+        f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.phases % opt.interval > 0,
         f"nonfinite = {opt.nonfinite!r} looks at the numbers, set it to 'ignore'": opt.nonfinite != "ignore",
         "rho = 'auto' moves ρ outside of the graph, call prepare_capture() first": opt.sets_rho and opt._place is None,
-        "held_out is called outside of the graph, set rho to a number": opt.sets_rho and _looks_at_held_out(opt),
         f"{type(opt).__name__} counts steps outside of the graph, pass capturable=True": not opt.rule.is_capturable,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
-
-
-def _looks_at_held_out(opt: TwoPassOptimizer) -> bool:
-    return opt.controller is not None and opt.controller.held_out is not None
 
 
 def check_capture_of_lr(base: torch.optim.Optimizer) -> None:

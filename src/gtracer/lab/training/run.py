@@ -26,6 +26,7 @@ from gtracer.lab.training import optimizers
 from gtracer.lab.training.average import Average
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import ProcessGroup
+from gtracer.lab.training.held_out import HeldOut
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
@@ -51,7 +52,12 @@ class Run:
     """Everything that changes while training. The same configuration makes the same run, step for step."""
 
     def __init__(
-        self, config: Config, processes: ProcessGroup | None = None, task: Task | None = None, **own: Any
+        self,
+        config: Config,
+        processes: ProcessGroup | None = None,
+        task: Task | None = None,
+        count: Tensor | None = None,
+        **own: Any,
     ) -> None:
         """Make it.
 
@@ -59,6 +65,7 @@ class Run:
             config: Decides everything.
             processes: The processes that share it, if there are others.
             task: Its data, where that is not just what the configuration says.
+            count: Of the steps made, where a CUDA graph counts them.
             **own: Arguments of torch's optimiser beside those of the configuration.
         """
         self.config = config
@@ -113,6 +120,8 @@ class Run:
         self.steps_an_epoch = len(self.sizes)
         if isinstance(self.optimizer, TwoPassOptimizer):
             self.optimizer.steps_per_epoch = self.steps_an_epoch
+            if task.holdout is not None and self.optimizer.sets_rho:
+                self.optimizer.held_out = HeldOut(self, task.holdout, self.optimizer.held_out_every, count)
         total = self.steps_an_epoch * config.epochs
         factor = learning_rate_factor(config.schedule, round(config.warmup * total), total)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
@@ -133,6 +142,11 @@ class Run:
         parts = [(part.to(self.device), batch.width(part)) for part in torch.split(mine, size)]
         return EvaluationData(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
 
+    @property
+    def steps(self) -> int:
+        """Made so far."""
+        return self.epoch * self.steps_an_epoch + self.step
+
     def order(self) -> Tensor:
         """Of the training examples in this epoch, which has a generator of its own: there is no state to save."""
         own = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.epoch)
@@ -141,15 +155,16 @@ class Run:
 
     def batch(self, rows: Tensor, width: int | None = None) -> tuple[Any, Tensor]:
         """These training examples, and their labels."""
-        return self._augmented(self.train_batch(rows, width)), self.labels[rows.to(self.device)]
+        return self.augmented(self.train_batch(rows, width)), self.labels[rows.to(self.device)]
 
     def batches(self, parts: Sequence[Tensor]) -> Iterator[tuple[Any, Tensor]]:
         """The same of several batches, in turn."""
         inputs = batches.each(self.train_batch, [(rows, self.train_batch.width(rows)) for rows in parts])
         for rows, read in zip(parts, inputs, strict=True):
-            yield self._augmented(read), self.labels[rows.to(self.device)]
+            yield self.augmented(read), self.labels[rows.to(self.device)]
 
-    def _augmented(self, inputs: Any) -> Any:
+    def augmented(self, inputs: Any) -> Any:
+        """Images, each shifted and mirrored by chance, where that was asked for."""
         return cropped_and_flipped(inputs, self.generator) if self.config.augment else inputs
 
     def require_finite(self, loss: float) -> None:
