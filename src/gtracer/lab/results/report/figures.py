@@ -133,7 +133,11 @@ def pictures(results: Results) -> list[Picture]:
 def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Results], None]]]:
     option = varied_option(results)
     if option is not None:
-        yield "varied", f"Accuracy against {SYMBOLS.get(option, option)}", partial(_draw_varied, option=option)
+        yield (
+            "varied",
+            f"{_capital(results.metric)} against {SYMBOLS.get(option, option)}",
+            partial(_draw_varied, option=option),
+        )
     for name, heading, curve, label in CURVES:
         yield name, f"{heading} by epoch", partial(_draw_curves, curve=curve, label=label)
     yield "confusion", "Confusion", _draw_confusion
@@ -144,6 +148,9 @@ def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Resu
 CURVES = (
     ("epochs", "Test accuracy", "test_accuracy", "test accuracy, %"),
     ("holdout", "Held-out accuracy", "holdout_accuracy", "held-out accuracy, %"),
+    ("test-r2", "Test R²", "test_r2", "test R², %"),
+    ("holdout-r2", "Held-out R²", "holdout_r2", "held-out R², %"),
+    ("test-rmse", "Test RMSE", "test_rmse", "test RMSE"),
     ("memorised", "Memorised", "memorised", "memorised, %"),
     ("train-loss", "Training loss", "train_loss", "training loss"),
     ("test-loss", "Test loss", "test_loss", "test loss"),
@@ -154,9 +161,13 @@ ABOUT = {
     "train_loss": "Loss without penalty, before each step of an epoch",
     "test_loss": "Cross-entropy on test data",
     "holdout_accuracy": "Accuracy on held-out data, against labels as they are in training",
+    "test_r2": "Share of the test labels' variance that predictions explain, below 0 where their mean would be better",
+    "holdout_r2": "The same share on held-out data, against labels as they are in training",
+    "test_rmse": "Root of the mean squared error on test data, in the labels' unit",
     "rho": "Strength of TRACER's penalty at the end of each epoch",
     "trace_ratio": "Trace ratio, of which TRACER adds ρ times to the loss",
 }
+ABOUT_NUMBERS = "Loss on test data, of labels scaled to mean 0 and deviation 1 in training"
 
 
 def _blank(setting: str) -> Drawing:
@@ -193,8 +204,8 @@ def _draw_varied(drawing: Drawing, results: Results, option: str) -> None:
             _draw_points(drawing, method, sorted(pairs, key=lambda pair: pair[0]), symbol, colour)
         for level in (r.accuracy for r in mine if not r.point.varied and r.accuracy):
             _draw_level(drawing, method, values, level, colour)
-    drawing.axes.set(xlabel=symbol, ylabel="test accuracy, %")
-    drawing.caption = f"Test accuracy at the last epoch against {symbol}; bars and bands: ± standard error."
+    drawing.axes.set(xlabel=symbol, ylabel=f"test {results.metric}, %")
+    drawing.caption = f"Test {results.metric} at the last epoch against {symbol}; bars and bands: ± standard error."
     _legend(drawing)
 
 
@@ -276,7 +287,10 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
     drawing.axes.set(xlabel="epoch", ylabel=label)
     several = any(len(_runs(result)) > 1 for result in chosen)
     of = "mean over seeds, in a band of ± standard error" if several else "one run each"
-    drawing.caption = f"{ABOUT.get(curve, _capital(label.removesuffix(', %')))}: {of}."
+    about = ABOUT.get(curve, _capital(label.removesuffix(", %")))
+    if curve == "test_loss" and any(r.metrics - {"accuracy"} for r in within):
+        about = ABOUT_NUMBERS
+    drawing.caption = f"{about}: {of}."
     _finish(drawing, within, chosen)
     _legend(drawing)
 
@@ -423,9 +437,7 @@ def _height(result: Result) -> float:
 
 def _finish(drawing: Drawing, within: list[Result], chosen: list[Result]) -> None:
     if len(chosen) < len(within):
-        drawing.caption += (
-            f" Of {len(within)} variants, each method's best by its mean accuracy at the last epoch is shown."
-        )
+        drawing.caption += f" Of {len(within)} variants, each method's best by its mean at the last epoch is shown."
 
 
 def _looks(chosen: list[Result], results: Results) -> Iterator[tuple[Result, dict[str, Any]]]:
