@@ -13,9 +13,10 @@ def table(results: Results) -> Table:
 
     The study's own words are `Text`: in plain strings rich would take brackets for markup and :x: for an emoji.
     """
+    metric = results.metric[:1].upper() + results.metric[1:]
     made = Table(
         title=Text(results.study.title, style="table.title"),
-        caption=f"{results.metric[:1].upper()}{results.metric[1:]} on test data in %, mean ± standard error over seeds.",
+        caption=f"{metric} on test data in %, mean ± standard error over seeds.",
         padding=(0, 0, 0, 1),
     )
     several = len(results.study.settings) > 1
