@@ -18,7 +18,9 @@ from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.task import Found
 from gtracer.lab.errors import Interrupted, LabError
-from gtracer.lab.inference import export
+from gtracer.lab.inference import export, figure
+from gtracer.lab.inference.evaluation import Evaluation
+from gtracer.lab.inference.residuals import Residuals
 from gtracer.lab.inference.trained import load
 from gtracer.lab.models import saved
 from gtracer.lab.results.record import Record
@@ -355,6 +357,23 @@ class TestRealNumbers:
         trained = gtracer.load(houses / "run")
         with pytest.raises(LabError, match=r"predicts real numbers \(price\), no classes"):
             trained.probabilities(trained.read(houses / "houses.csv"))
+
+
+@pytest.mark.parametrize("count", [2, 12, 30])
+def test_pictures_have_room_for_any_names(tmp_path, count):
+    """Without a warning, which is an error here, from layout, fonts or formulas; and names stay different."""
+    names = tuple(f"{'a name $x_{' * 40}\n\t猫🙂 {i}" for i in range(count))
+    assert len(set(map(figure.name, names))) == count
+    draws = torch.Generator().manual_seed(0)
+    made = Evaluation(
+        names, torch.randint(count, (60,), generator=draws), torch.rand(60, count, generator=draws).softmax(1)
+    )
+    made.write(tmp_path)
+    with Image.open(tmp_path / "confusion.png") as picture:
+        pixels = numpy.asarray(picture.convert("RGB"), dtype=int)
+    blue = (pixels[..., 2] - pixels[..., 0] > 20).any(0)  # the matrix, or the colours beside it
+    assert blue.mean() > 0.4
+    Residuals(names[0], torch.rand(9), torch.rand(9)).write(tmp_path / "numbers")
 
 
 def test_hugging_face_s_model_of_a_real_number(tmp_path):

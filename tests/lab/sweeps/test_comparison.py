@@ -47,6 +47,10 @@ def test_the_choice_is_by_held_out_data_and_its_model_is_there(tmp_path, monkeyp
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
     assert cli.main(["compare", *WORDS]) == 0  # finished runs are not run again
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
+    next(tmp_path.glob("out/*/record.json")).parent.rename(tmp_path / "out" / "by another name")
+    assert cli.main(["compare", *WORDS]) == 0
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
+    assert sorted(before.values()) == sorted(after.values())
 
 
 @pytest.mark.parametrize(

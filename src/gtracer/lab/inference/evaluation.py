@@ -108,8 +108,7 @@ class Evaluation:
         drawn.colorbar(image, label="share of the label's examples")
         axes.set(xlabel="predicted", ylabel="label", title="Confusion")
         if len(self.classes) <= SHOWN:
-            # Names are the user's own: a dollar sign is no formula.
-            names = [name.replace("$", r"\$") for name in self.classes]
+            names = list(map(figure.name, self.classes))
             axes.set_xticks(range(len(names)), names, rotation=90)
             axes.set_yticks(range(len(names)), names)
         if len(self.classes) <= 10:
