@@ -523,12 +523,15 @@ def _unpack(chosen: argparse.Namespace) -> None:
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
     """The run's configuration and folder, from the options, a file, or the run to resume."""
     from gtracer.lab.results.record import Record
+    from gtracer.lab.training import effects
 
     if chosen.resume is not None:
         given = _given(chosen)
         if given.keys() - {"data"} or chosen.config or chosen.out:
             raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
-        return replace(Record.read(chosen.resume).config, **given), chosen.resume
+        config = replace(Record.read(chosen.resume).config, **given)
+        effects.check(config, given)
+        return config, chosen.resume
     config = _checked(chosen)
     return config, chosen.out or config.place(Path("runs"))
 
