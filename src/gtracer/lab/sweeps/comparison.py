@@ -126,7 +126,9 @@ def _sentence(outcomes: list[Outcome]) -> str:
     if not best.scores:
         raise LabError("all runs diverged: lower --lr")
     of = "R² of " if best.metric == "r2" else ""
-    found = f"{best.method} is best by held-out data, with {of}{Estimate.of(best.test)}% on test data"
+    level = [o.method for o in outcomes if o is not best and o.score == best.score]
+    first = f"level with {' and '.join(level)}" if level else "best"
+    found = f"{best.method} is {first} by held-out data, with {of}{Estimate.of(best.test)}% on test data"
     others = ", ".join(f"{o.method} {Estimate.of(o.test)}%" for o in outcomes if o is not best and o.test)
     n = len(best.test)
     few = f" n = {n} is few: --seeds {FEW} or more." if n < FEW else ""
