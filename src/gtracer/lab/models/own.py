@@ -124,4 +124,5 @@ def _weights(path: Path) -> dict[str, Tensor]:
     for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): value for name, value in found.items()}
-    return found
+    weights: dict[str, Tensor] = found
+    return weights

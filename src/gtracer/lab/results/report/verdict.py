@@ -76,8 +76,8 @@ def _sentence(results: Results, setting: str) -> str:
     at = "at each run's best epoch by it" if held_out else at
     methods = [score for score in others if score.result.point.method != best.result.point.method]
     second = max(methods or others, key=lambda score: score.estimate.mean)  # its own variants come after other methods
-    level = [score.label for score in others if held_out and score.judged == best.judged]
-    first = f"level with {' and '.join(level)}" if level else "best"
+    equal = [score.label for score in others if held_out and score.judged == best.judged]
+    first = f"level with {' and '.join(equal)}" if equal else "best"
     return f"{best.label} is {first}{by}, with {best.worth} on test data {at}, {_against(best, second)}."
 
 
