@@ -17,7 +17,7 @@ from gtracer import __version__
 
 try:
     from gtracer.lab import files
-    from gtracer.lab.config import FINE_TUNING, Config, parsed
+    from gtracer.lab.config import FINE_TUNING, Config, name_of, parsed, place
     from gtracer.lab.config import whole as whole_options
     from gtracer.lab.errors import Interrupted, LabError
     from gtracer.lab.inference import commands as inference
@@ -398,7 +398,7 @@ def _compare(chosen: argparse.Namespace) -> None:
     chosen.task = chosen.examples
     asked = _recommended(chosen) | _asked(chosen)
     wanted = comparison.study(Config.from_mapping(asked), chosen.seeds, asked)
-    folder = chosen.out or Path("runs") / f"compare-{Path(chosen.task).stem}"
+    folder = chosen.out or place(Path("runs"), f"compare-{name_of(chosen.task)}", f"compare-{Path(chosen.task).stem}")
     comparison.compare(wanted, folder, Console(), lambda problem: print(f"gtracer: {problem}", file=sys.stderr))
 
 
@@ -433,7 +433,7 @@ def _tune(chosen: argparse.Namespace) -> None:
     searched = tune.ranges(config, given)
     tune.check_ranges(config, searched)
     first: dict[str, float] = {}
-    folder = chosen.out or Path("runs") / f"tune-{config.folder}"
+    folder = chosen.out or config.place(Path("runs"), "tune-")
     console = Console()
     if chosen.finder and tune.wants_range(searched, given):
         searched, first = tune.narrowed(searched, config, tune.found(config, folder, console))
@@ -454,7 +454,7 @@ def _find_rho(chosen: argparse.Namespace) -> None:
     from gtracer.lab.sweeps import find
 
     config = _checked(chosen)
-    folder = chosen.out or Path("runs") / f"rho-{config.folder}"
+    folder = chosen.out or config.place(Path("runs"), "rho-")
     curve = find.find(config, folder, chosen.steps, chosen.candidates)
     print(f"{curve}\ncurve: {folder / find.FIGURE}")
     if curve.rho:
@@ -523,14 +523,17 @@ def _unpack(chosen: argparse.Namespace) -> None:
 def _configured(chosen: argparse.Namespace) -> tuple[Config, Path]:
     """The run's configuration and folder, from the options, a file, or the run to resume."""
     from gtracer.lab.results.record import Record
+    from gtracer.lab.training import effects
 
     if chosen.resume is not None:
         given = _given(chosen)
         if given.keys() - {"data"} or chosen.config or chosen.out:
             raise LabError("--resume takes the run's own options from its record: leave the others out, but for --data")
-        return replace(Record.read(chosen.resume).config, **given), chosen.resume
+        config = replace(Record.read(chosen.resume).config, **given)
+        effects.check(config, given)
+        return config, chosen.resume
     config = _checked(chosen)
-    return config, chosen.out or Path("runs") / config.folder
+    return config, chosen.out or config.place(Path("runs"))
 
 
 def _checked(chosen: argparse.Namespace) -> Config:

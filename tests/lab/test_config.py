@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtracer.lab.config import Config
+from gtracer.lab.config import Config, name_of
 from gtracer.lab.errors import LabError
 
 EXAMPLES = [
@@ -91,3 +91,45 @@ def test_missing_file(tmp_path):
 
 def test_every_field_has_a_help_text():
     assert all(item.metadata["help"] for item in fields(Config))
+
+
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [
+        ("digits", "digits"),
+        ("./some/dir/", "dir"),
+        ("dir//", "dir"),
+        ("my photos.v1/", "my-photos"),
+        (".", "data"),
+        ("..", "data"),
+        ("a/...", "data"),
+        ("/", "data"),
+        ("  ", "data"),
+        ("~/x y .csv", "x-y"),
+        ("-o", "o"),
+        (".hidden", "hidden"),
+        ("package.module:function", "package"),
+        ("module:function", "module-function"),
+        ("code/films.py:make", "films"),
+        (r"C:\photos\cats.csv", "cats"),
+        ("猫/犬", "犬"),
+        ("x" * 400, "x" * 40),
+    ],
+)
+def test_a_folder_s_name_is_plain(task, name):
+    assert name_of(task) == name
+    assert Config(task=task).folder.startswith(f"{name}-sgd-tracer-seed0-")
+    assert len(Config(task="猫" * 400).folder.encode()) < 256
+
+
+def test_a_folder_keeps_the_name_that_it_had(tmp_path):
+    """From before names were plain: else what has finished would be run again."""
+    config = Config(task="my photos/")
+    assert config.place(tmp_path) == tmp_path / config.folder
+    mark = config.folder.rsplit("-", 1)[1]
+    former = tmp_path / f"my photos-sgd-tracer-seed0-{mark}"
+    former.mkdir()
+    assert config.place(tmp_path) == former
+    assert replace(config, seed=1).place(tmp_path) == tmp_path / replace(config, seed=1).folder
+    (tmp_path / f"rho-{former.name}").mkdir()
+    assert config.place(tmp_path, "rho-") == tmp_path / f"rho-{former.name}"

@@ -125,3 +125,25 @@ def detailed(folder: Path) -> Study:
             }
             record.write(folder / f"run #{place}-{config.seed}")
     return study
+
+
+def numbers(folder: Path) -> Study:
+    """Two methods on a table whose labels are real numbers."""
+    study = Study.from_mapping(
+        {
+            "title": "Real numbers",
+            "base": {"task": "t.csv", "loss": "mse", "epochs": 3, "holdout": 0.2},
+            "seeds": 2,
+            "methods": {"SGD": {"optimizer": "sgd"}, "SGD-TRACER": {"optimizer": "sgd-tracer"}},
+        }
+    )
+    study.write(folder)
+    for place, point in enumerate(study.points()):
+        for config in point.configs():
+            record = Record(config, ENVIRONMENT, resolved={"test_examples": 50})
+            for epoch, (r2, rmse) in enumerate([(0.5, 3.0), (0.7, 2.0), (0.6, 2.5)]):
+                better = 0.1 * place + 0.02 * config.seed
+                row = {"test_r2": r2 + better, "test_rmse": rmse, "test_loss": 1.0 / (1 + epoch)}
+                record.add(row | {"holdout_r2": r2 - 0.1, "holdout_rmse": rmse - 0.1 * place}, seconds=1.0)
+            record.write(folder / f"{place}-{config.seed}")
+    return study

@@ -37,6 +37,7 @@ PLAIN = {"adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd"}
 PLAIN |= {"muon", "nadam", "radam", "rmsprop", "rprop", "sgd"}
 Schedule = Annotated[str, one_of("cosine", "linear", "constant")]
 Precision = Annotated[str, one_of("fp32", "bf16")]
+LONGEST = 40  # of a task's name in that of a folder, in characters of up to four bytes
 CLASSES, REAL = ("cross-entropy",), ("mse", "huber")  # losses
 Loss = Annotated[str, one_of(*CLASSES, *REAL)]
 Init = Annotated[str, one_of("own", "torch")]
@@ -212,12 +213,34 @@ class Config:
     @property
     def folder(self) -> str:
         """A folder name that tells the run and is its own: the other options as a checksum after the seed."""
+        return self._folder(name_of(self.task))
+
+    def place(self, runs: Path, prefix: str = "") -> Path:
+        """Where among others it is, or is to be."""
+        return place(runs, f"{prefix}{self.folder}", f"{prefix}{self._folder(Path(self.task).stem)}")
+
+    def _folder(self, task: str) -> str:
         options = {name: x for name, x in self.to_mapping().items() if name not in LATER or x != LATER[name]}
         mark = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{Path(self.task).stem}-{self.optimizer}-seed{self.seed}-{mark}"
+        return f"{task}-{self.optimizer}-seed{self.seed}-{mark}"
 
 
 OPTIONS = tuple(item.name for item in fields(Config))
+
+
+def name_of(task: str) -> str:
+    """A task in the name of a folder: its last part without ending, of letters, digits, underscores, dots and dashes.
+
+    >>> [name_of(task) for task in ("digits", "./my photos.v1/", "..", "code/films.py:make")]
+    ['digits', 'my-photos', 'data', 'films']
+    """
+    last = re.split(r"[/\\]", task.rstrip("/\\"))[-1]
+    return re.sub(r"[^\w.-]+", "-", Path(last).stem)[:LONGEST].strip("-.") or "data"
+
+
+def place(runs: Path, name: str, former: str) -> Path:
+    """The folder of this name; or that of its former name, from before names were plain, where there is one."""
+    return runs / former if files.is_folder(runs / former) else runs / name
 
 
 @cache

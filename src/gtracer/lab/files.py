@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,23 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError, ValueError):
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """A folder to write to, whose files go to `folder` once all are there; if that fails, all is as it was."""
+    part = folder.parent / f".{folder.name}.{os.getpid()}"
+    try:
+        part.mkdir(parents=True)
+        yield part
+        for file in sorted(file for file in part.rglob("*") if file.is_file()):
+            place = folder / file.relative_to(part)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
+    except (OSError, ValueError) as error:
+        raise LabError(f"cannot write {folder}: {reason(error)}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def read(path: Path) -> bytes:

@@ -145,9 +145,35 @@ def test_data_that_has_changed_is_not_tested_on(tmp_path, monkeypatch, capsys):
     assert cli.main(["evaluate", "run"]) == 0
     (tmp_path / "photos" / "cat" / "more.png").write_bytes((tmp_path / "photos" / "cat" / "1.png").read_bytes())
     assert cli.main(["evaluate", "run", "photos"]) == 0
-    for words in (["evaluate", "run"], ["train", "--resume", "cut"]):
+    for words in (
+        ["evaluate", "run"],
+        ["train", "--resume", "cut"],
+        ["find-label-errors", "run"],
+        ["sharpness", "run"],
+        ["sharpness", "run", "--split", "test"],
+    ):
         capsys.readouterr()
         assert cli.main(words) == 1
         error = capsys.readouterr().err
         assert "the data has changed since" in error
+        assert error.count("\n") == 1
+
+
+def test_a_folder_of_official_files_is_not_for_data_of_one_s_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("cat", "dog"):
+        noise(tmp_path / "photos" / name, 10)
+    train(Config(task="photos", model="mlp", epochs=1, batch_size=8), tmp_path / "run", [], model=True)
+    for words in (
+        ["evaluate", "run"],
+        ["evaluate", "run", "photos"],
+        ["find-label-errors", "run"],
+        ["sharpness", "run"],
+        ["train", "--task", "photos", "--model", "mlp"],
+        ["train", "--resume", "run"],
+    ):
+        assert cli.main([*words, "--data", "elsewhere"]) == 1
+        error = capsys.readouterr().err
+        assert "elsewhere" in error
+        assert "has no effect" in error
         assert error.count("\n") == 1

@@ -10,7 +10,7 @@ import torch
 
 import gtracer
 from gtracer import cli
-from gtracer.lab import data
+from gtracer.lab import data, models
 from gtracer.lab.config import Config
 from gtracer.lab.data import rows
 from gtracer.lab.errors import LabError
@@ -156,3 +156,21 @@ def test_what_is_not_used_may_hold_anything(tmp_path, monkeypatch):
     assert cli.main(["predict", "run", "a.csv"]) == 0
     with pytest.raises(LabError, match="a.csv: column 'odd' holds infinity"):
         data.load(Config(task="a.csv"))
+
+
+def test_columns_that_are_like_texts_are_said(tmp_path):
+    """Where a few of them come twice, they would be taken for categories without a word."""
+    lines = [f"a title of number {n % 45},{('red', 'light blue')[n % 2]},{n % 2}" for n in range(50)]
+    (tmp_path / "t.csv").write_text("\n".join(["title,colour,label", *lines]))
+    task = data.load(Config(task=str(tmp_path / "t.csv")))
+    (said,) = [note for note in task.notes if "--text-columns" in note]
+    assert said.endswith("column 'title' has other words in most rows; texts are named with --text-columns")
+
+
+def test_an_encoder_of_texts_is_not_for_a_table(tmp_path):
+    (tmp_path / "t.csv").write_text("a,label\n" + "".join(f"{n / 3},{n % 2}\n" for n in range(40)))
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text("{}")
+    config = Config(task=str(tmp_path / "t.csv"), model=str(tmp_path / "bert"))
+    with pytest.raises(LabError, match="bert' is an encoder of texts.*named with --text-columns"):
+        models.build(config, data.load(config))

@@ -18,7 +18,9 @@ from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.task import Found
 from gtracer.lab.errors import Interrupted, LabError
-from gtracer.lab.inference import export
+from gtracer.lab.inference import export, figure
+from gtracer.lab.inference.evaluation import Evaluation
+from gtracer.lab.inference.residuals import Residuals
 from gtracer.lab.inference.trained import load
 from gtracer.lab.models import saved
 from gtracer.lab.results.record import Record
@@ -357,6 +359,23 @@ class TestRealNumbers:
             trained.probabilities(trained.read(houses / "houses.csv"))
 
 
+@pytest.mark.parametrize("count", [2, 12, 30])
+def test_pictures_have_room_for_any_names(tmp_path, count):
+    """Without a warning, which is an error here, from layout, fonts or formulas; and names stay different."""
+    names = tuple(f"{'a name $x_{' * 40}\n\t猫🙂 {i}" for i in range(count))
+    assert len(set(map(figure.name, names))) == count
+    draws = torch.Generator().manual_seed(0)
+    made = Evaluation(
+        names, torch.randint(count, (60,), generator=draws), torch.rand(60, count, generator=draws).softmax(1)
+    )
+    made.write(tmp_path)
+    with Image.open(tmp_path / "confusion.png") as picture:
+        pixels = numpy.asarray(picture.convert("RGB"), dtype=int)
+    blue = (pixels[..., 2] - pixels[..., 0] > 20).any(0)  # the matrix, or the colours beside it
+    assert blue.mean() > 0.4
+    Residuals(names[0], torch.rand(9), torch.rand(9)).write(tmp_path / "numbers")
+
+
 def test_hugging_face_s_model_of_a_real_number(tmp_path):
     """Its own last layer gives the number in its unit."""
     transformers = pytest.importorskip("transformers")
@@ -371,10 +390,32 @@ def test_hugging_face_s_model_of_a_real_number(tmp_path):
     torch.testing.assert_close(model(**words).logits[0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_an_export_that_gives_something_else_is_refused(digits, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("kind", ["onnx", "torchscript", "hf"])
+@pytest.mark.parametrize("before", [None, "mine"])
+@pytest.mark.parametrize("fault", ["other outputs", "unreadable"])
+def test_an_export_that_fails_its_check_leaves_what_was_there(
+    digits, films, tmp_path, monkeypatch, capsys, kind, before, fault
+):
     """Such as a model that torch.jit.trace fixes to what it saw."""
-    name, write, _ = export.FORMATS["torchscript"]
-    monkeypatch.setitem(export.FORMATS, "torchscript", (name, write, lambda *_: lambda x: torch.zeros(len(x), 10)))
-    out = str(tmp_path / "m.pt")
-    assert cli.main(["export", str(digits / "run"), "--format", "torchscript", "--out", out]) == 1
-    assert "gives other outputs than the model (relative difference 1): do not use it" in capsys.readouterr().err
+    run, out = (films if kind == "hf" else digits) / "run", tmp_path / "out"
+    file = out / "config.json" if kind == "hf" else out
+    if before is not None:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(before)
+    name, write, _ = export.FORMATS[kind]
+
+    def read(trained, place):
+        if fault == "unreadable":
+            raise RuntimeError("it has no beginning")
+        return lambda x, *_: torch.zeros(len(x), len(trained.classes))
+
+    monkeypatch.setitem(export.FORMATS, kind, (name, write, read))
+    assert cli.main(["export", str(run), "--format", kind, "--out", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    if fault == "unreadable":
+        assert f"cannot be exported as {kind} and read again: it has no beginning" in error
+    else:
+        assert f"as {kind} the model gives other outputs than it does here" in error
+        assert error.endswith("nothing is written\n")
+    assert [p.read_text() for p in tmp_path.rglob("*") if p.is_file()] == ([] if before is None else [before])

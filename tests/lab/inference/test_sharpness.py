@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import huber_loss, mse_loss
 
 import gtracer
 from gtracer import cli
@@ -94,6 +95,23 @@ def test_several_runs_side_by_side_and_the_way_between_them(runs, tmp_path, caps
     assert len(found["plane"]["losses"]) == 3
     middle = found["plane"]["losses"][1][1]
     assert middle == pytest.approx(found["line"]["losses"][1]) == pytest.approx(found["eigenvectors"]["losses"][1][1])
+
+
+@pytest.mark.parametrize(("loss", "distance"), [("mse", mse_loss), ("huber", huber_loss)])
+def test_of_real_numbers_it_is_of_training_s_loss(tmp_path, monkeypatch, capsys, loss, distance):
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{n % 7},{n % 5},{(n % 7) * 2 + (n % 5) ** 2 / 3}" for n in range(60)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,label", *lines]))
+    config = Config(task="t.csv", loss=loss, epochs=1, width=8, optimizer="sgd", device="cpu")
+    train(config, tmp_path / "run", [], model=True)
+    assert cli.main(["sharpness", "run", *QUICK]) == 0
+    capsys.readouterr()
+    model, train_data = gtracer.load("run").model, data.load(config).train
+    values = model(train_data.inputs).squeeze(1)
+    gradients = torch.autograd.grad(distance(values, train_data.labels), list(model.parameters()))
+    rows = {row["name"]: row["value"] for row in told(tmp_path / "run" / "sharpness" / "sharpness.json")["rows"]}
+    length = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+    assert rows["gradient_norm"] == pytest.approx(length, rel=1e-4)
 
 
 def test_a_function_of_one_s_own(tmp_path, monkeypatch, capsys):

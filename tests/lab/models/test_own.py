@@ -14,6 +14,7 @@ from gtracer import cli
 from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data.label_noise import mislabelled
+from gtracer.lab.errors import LabError
 from gtracer.lab.models import own
 from gtracer.lab.models.built import Architecture
 from gtracer.lab.results.record import Record
@@ -142,6 +143,37 @@ class TestWeights:
         assert torch.equal(model[1].weight, fresh)
         torch.save({"state_dict": other.state_dict()}, tmp_path / "other.pt")
         assert own.take_weights(model, tmp_path / "other.pt")
+
+    def test_those_of_a_deeper_model_are_refused(self, tmp_path):
+        """Whose first layers have the names and shapes of this one's, as resnet34's have resnet18's."""
+        small, large = (
+            nn.ModuleDict({"body": nn.Sequential(*(nn.Linear(3, 3) for _ in range(depth))), "head": nn.Linear(3, 2)})
+            for depth in (2, 3)
+        )
+        save_file(large.state_dict(), tmp_path / "large.safetensors")
+        with pytest.raises(LabError, match=r"of another model: it has body\.2\.\w+, for which this one has no place"):
+            own.take_weights(small, tmp_path / "large.safetensors")
+        with pytest.raises(LabError, match=r"of another model: it has 2\.\w+, for"):
+            own.take_weights(small["body"], self.saved(large["body"], tmp_path))
+
+    def test_what_is_beside_the_model_is_left(self, tmp_path):
+        """A second head, and buffers that an older version kept."""
+        model, other = (nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Linear(3, 2)}) for _ in range(2))
+        more = {"second.weight": torch.ones(2, 3), "body.mask": torch.ones(3), "head.norm.weight": torch.ones(3)}
+        save_file(other.state_dict() | more, tmp_path / "other.safetensors")
+        assert own.take_weights(model, tmp_path / "other.safetensors") == []
+        assert torch.equal(model["body"].weight, other["body"].weight)
+
+    @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module.", "module._orig_mod."])
+    def test_a_wrapper_s_name_is_taken_off(self, prefix, tmp_path):
+        model, other = (nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)) for _ in range(2))
+        torch.save({prefix + name: value for name, value in other.state_dict().items()}, tmp_path / "w.pt")
+        assert own.take_weights(model, tmp_path / "w.pt") == []
+        assert torch.equal(model[1].weight, other[1].weight)
+
+    def saved(self, model, folder):
+        save_file(model.state_dict(), folder / "model.safetensors")
+        return folder / "model.safetensors"
 
     @pytest.mark.parametrize(
         ("made", "message"),

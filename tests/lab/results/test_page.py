@@ -211,6 +211,22 @@ def test_a_cue_tells_that_a_table_scrolls(visit):
     cue.wait_for(state="hidden")
 
 
+@pytest.mark.parametrize("name", ["small", "varied", "detailed"])
+def test_charts_can_be_read_on_a_telephone(visit, name):
+    """All text of a chart has 11 pixels and its place inside the screen."""
+    page = visit(name)
+    page.set_viewport_size({"width": 390, "height": 800})
+    found = page.locator("svg.chart").evaluate_all(
+        """charts => charts.flatMap(chart => [...chart.querySelectorAll("text")].map(text => {
+            const size = parseFloat(getComputedStyle(text).fontSize) * chart.getScreenCTM().a
+            const {left, right} = text.getBoundingClientRect()
+            return [text.textContent, size, left, right]
+        }))"""
+    )
+    assert len(found) > 20
+    assert not [text for text, size, left, right in found if size < 11 or left < 0 or right > 390]
+
+
 def test_the_best_cells_are_bold(visit):
     page = visit()
     assert page.locator("#table td b").all_inner_texts() == [

@@ -30,7 +30,7 @@ from gtracer.lab.results.report.tables import Table
 from gtracer.lab.results.statistics import TEST, read
 from gtracer.lab.sweeps.study import Study
 from support.places import TESTS
-from support.records import HOSTILE, damage, detailed, fill, small, varied
+from support.records import HOSTILE, damage, detailed, fill, numbers, small, varied
 
 GOLDEN = TESTS / "golden"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -140,6 +140,30 @@ def test_columns_without_a_number_are_left_out(tmp_path):
     )
     headings = [column.heading for column in Table(read(tmp_path)[0]).columns]
     assert headings == ["Method", "n", "Last epoch, %", "Best epoch, %", "Seconds per epoch", "Relative cost"]
+
+
+def test_a_page_of_real_numbers_speaks_of_r2_alone(tmp_path):
+    """In its sentences, notes, captions and runs; held-out RMSE chooses the epoch."""
+    numbers(tmp_path)
+    page = report.write(tmp_path, tmp_path / "report")
+    text = re.sub(r"<style>.*?</style>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert not re.search("accuracy|entropy", text, re.IGNORECASE)
+    assert (
+        "SGD-TRACER is best by held-out data, with R² of 81.0 ± 1.0 % on test data at each run&#39;s best epoch by it, "
+        "10.0 points above SGD" in text
+    )
+    assert "Last epoch: R² on the test set" in text
+    assert "50 test examples: a single outlier can move R² by points." in text
+    assert "72.0" in re.findall(r'<td class="number">([\d.]+)</td><td>3 epochs</td>', text)
+    assert {p.stem for p in (tmp_path / "report" / "figures").glob("*.svg")} == {
+        *("test-r2", "holdout-r2", "test-rmse", "test-loss", "cost")
+    }
+    row = rows_of(page.parent)["", "SGD-TRACER"]
+    assert [float(row[key]) for key in ("last", "by_held_out", "best")] == [71.0, 81.0, 81.0]
+    printed = Console(width=200)
+    with printed.capture() as seen:
+        printed.print(summary.table(read(tmp_path)[0]))
+    assert "R² on test data in %" in seen.get()
 
 
 def test_figures_are_png_and_svg(written):

@@ -56,6 +56,12 @@ def results(accuracies, held_out=None, settings=None):
             "A is best by held-out data, with 80.0 % on test data at each run's best epoch by it, 10.0 points below B, "
             "which one seed cannot tell from chance.",
         ),
+        (
+            {"A": [0.8], "B": [0.9], "C": [0.85]},
+            {"A": 0.9, "B": 0.9, "C": 0.7},
+            "A is level with B by held-out data, with 80.0 % on test data at each run's best epoch by it, 10.0 points "
+            "below B, which one seed cannot tell from chance.",
+        ),
     ],
 )
 def test_one_sentence(accuracies, held_out, sentence):

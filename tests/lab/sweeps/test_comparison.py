@@ -36,7 +36,10 @@ def test_the_choice_is_by_held_out_data_and_its_model_is_there(tmp_path, monkeyp
     chosen = max(names, key=lambda name: statistics.mean(run[0] for run in found[name]))
     test = 100 * statistics.mean(run[1] for run in found[chosen])
     error = 100 * statistics.stdev(run[1] for run in found[chosen]) / 2**0.5
-    assert f"{names[chosen]} is best by held-out data, with {test:.1f} ± {error:.1f}% on test data" in out
+    scores = {name: statistics.mean(run[0] for run in runs) for name, runs in found.items()}
+    level = [names[name] for name in names if name != chosen and scores[name] == scores[chosen]]
+    first = f"level with {' and '.join(level)}" if level else "best"
+    assert f"{names[chosen]} is {first} by held-out data, with {test:.1f} ± {error:.1f}% on test data" in out
     assert "n = 2 is few" in out
     model = max(found[chosen], key=lambda run: run[0])
     assert f"Its model: {model[2].relative_to(tmp_path)}" in out
@@ -47,6 +50,10 @@ def test_the_choice_is_by_held_out_data_and_its_model_is_there(tmp_path, monkeyp
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
     assert cli.main(["compare", *WORDS]) == 0  # finished runs are not run again
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
+    next(tmp_path.glob("out/*/record.json")).parent.rename(tmp_path / "out" / "by another name")
+    assert cli.main(["compare", *WORDS]) == 0
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/record.json")}
+    assert sorted(before.values()) == sorted(after.values())
 
 
 @pytest.mark.parametrize(

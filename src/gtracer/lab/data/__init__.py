@@ -108,7 +108,8 @@ def check(name: str) -> None:
     if not there and python.is_named(name):
         python.function(name)
     elif not there or not (rows.is_one_of(path, rows.FORMATS) or files.is_folder(path)):
-        raise unknown("task", name, TASKS)
+        nowhere = "" if there else "; there is no file or folder of that name"
+        raise LabError(f"{unknown('task', name, TASKS)}{nowhere}")
 
 
 def load(config: Config) -> Task:

@@ -27,6 +27,7 @@ LARGEST = 1e100  # whose square is a number too
 WORDS = 0.1  # share of a column of numbers that may be words, which count as missing
 COUNTER = 10  # rows, from which on whole numbers without a gap only count them
 DATE = r"\d{4}-\d{2}-\d{2}(?:$|[T ]\d{2}:\d{2})"
+DIFFERENT = 0.8  # share of a column's rows
 MOST = 100  # values of a category that have an input each; those that are rarer share one
 
 
@@ -142,6 +143,8 @@ def _kinds(frame: Any, path: Path, label: str) -> _Kinds:
             "words that come more than once"
         )
     notes = [f"{path}: a table, {len(numeric)} columns of numbers and {len(categories)} of categories, to {label!r}"]
+    if texts := [name for name in categories if _is_like_texts(frame[name])]:
+        notes.append(f"{path}: {_columns(texts)} other words in most rows; texts are named with --text-columns")
     left = {
         "one value alone": constant,
         "other words in each row (texts: --text-columns)": unique,
@@ -152,6 +155,12 @@ def _kinds(frame: Any, path: Path, label: str) -> _Kinds:
         if names:
             notes.append(f"{path}: {_columns(names)} {what} and {'is' if len(names) == 1 else 'are'} left out")
     return _Kinds(numeric, categories, tuple(notes))
+
+
+def _is_like_texts(column: Any) -> bool:
+    """Whether most rows have words of their own, and several: a category would come more often."""
+    there = column.dropna().astype(str)
+    return bool(column.nunique() > DIFFERENT * len(there) and there.str.contains(r"\S\s+\S").mean() > DIFFERENT)
 
 
 def _columns(names: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from gtracer.calibration import BINS, calibration
-from gtracer.lab import data, files
+from gtracer.lab import files
 from gtracer.lab.config import REAL
 from gtracer.lab.data.labels import numbers
 from gtracer.lab.errors import LabError, shown
@@ -108,8 +108,7 @@ class Evaluation:
         drawn.colorbar(image, label="share of the label's examples")
         axes.set(xlabel="predicted", ylabel="label", title="Confusion")
         if len(self.classes) <= SHOWN:
-            # Names are the user's own: a dollar sign is no formula.
-            names = [name.replace("$", r"\$") for name in self.classes]
+            names = list(map(figure.name, self.classes))
             axes.set_xticks(range(len(names)), names, rotation=90)
             axes.set_yticks(range(len(names)), names)
         if len(self.classes) <= 10:
@@ -135,11 +134,13 @@ def evaluate(trained: Trained, path: Path | None, data_folder: str | None = None
     """On a file or folder with labels, or on the test data that the run itself had."""
     target = trained.target
     if path is None:
-        test = data.load(replace(trained.config, data=data_folder)).test
-        require_same_data(trained.folder, {"test": list(test.ids)})
+        test = trained.task(data_folder).test
+        require_same_data(trained.folder, {"test": test.ids})
         if target is not None:
             return Residuals(target.name, target.restored(test.truth), trained.numbers(test))
         return Evaluation(trained.classes, test.truth, trained.probabilities(test))
+    if data_folder is not None:
+        raise LabError(f"--data {data_folder} has no effect: {path} is evaluated on, not the run's own test data")
     found = trained.read(path)
     if not len(found.ids):
         raise LabError(f"{path} has no examples")

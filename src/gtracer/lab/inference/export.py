@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import shutil
 import warnings
@@ -58,16 +57,19 @@ def export(trained: Trained, kind: str, out: Path | None = None) -> tuple[Path, 
     """
     default, write, read = FORMATS[kind]
     target = out or trained.folder / default
-    write(trained, target)
+    with (files.filling if kind == "hf" else files.replacing)(target) as part:
+        write(trained, part)
+        with _saying_why(trained, kind, " and read again"):
+            checked = _checked(trained, kind, part, read)
+    return target, checked
+
+
+def _checked(trained: Trained, kind: str, part: Path, read: Callable[[Trained, Path], Callable[..., Tensor]]) -> str:
+    """What was written gives what the model gives, also for more examples than it was traced with."""
     try:
-        again = read(trained, target)
+        again = read(trained, part)
     except ModuleNotFoundError as error:
-        return target, f"not checked: {error.name} is not installed"
-    return target, _compared(trained, target, again)
-
-
-def _compared(trained: Trained, target: Path, again: Callable[..., Tensor]) -> str:
-    """What was read again gives what the model gives, also for more examples than it was traced with."""
+        return f"not checked: {error.name} is not installed"
     model, names, _ = _callable(trained)
     generator = torch.Generator().manual_seed(0)
     if len(names) > 1:
@@ -79,7 +81,10 @@ def _compared(trained: Trained, target: Path, again: Callable[..., Tensor]) -> s
     scale = wanted.abs().max().clamp(min=1e-6)
     off = ((found - wanted).abs().max() / scale).item() if found.shape == wanted.shape else float("inf")
     if not off < TOLERANCE:
-        raise LabError(f"{target} gives other outputs than the model (relative difference {off:.2g}): do not use it")
+        raise LabError(
+            f"as {kind} the model gives other outputs than it does here (relative difference {off:.2g}): "
+            "nothing is written"
+        )
     return f"its outputs are the model's (relative difference {off:.1g})"
 
 
@@ -94,7 +99,7 @@ def _onnx(trained: Trained, target: Path) -> None:
     shapes = tuple({0: several} | ({1: torch.export.Dim("tokens")} if len(names) > 1 else {}) for _ in inputs)
     if len(names) > 1 or trained.target is not None:
         shapes = (shapes,)  # type: ignore[assignment]  # of the one variadic argument
-    with _saying_why(trained, "onnx"), files.replacing(target) as part:
+    with _saying_why(trained, "onnx"):
         program = torch.onnx.export(
             model,
             inputs,
@@ -105,7 +110,7 @@ def _onnx(trained: Trained, target: Path) -> None:
             verbose=False,
         )
         assert program is not None
-        program.save(part, external_data=False)
+        program.save(target, external_data=False)
 
 
 def _read_onnx(trained: Trained, target: Path) -> Callable[..., Tensor]:
@@ -120,20 +125,16 @@ def _read_onnx(trained: Trained, target: Path) -> Callable[..., Tensor]:
 
 def _torchscript(trained: Trained, target: Path) -> None:
     model, _, inputs = _callable(trained)
-    buffer = io.BytesIO()
     with _saying_why(trained, "torchscript"):
-        torch.jit.save(torch.jit.trace(model, inputs), buffer)  # type: ignore[no-untyped-call]
-    files.write(target, buffer.getvalue())
+        torch.jit.save(torch.jit.trace(model, inputs), str(target))  # type: ignore[no-untyped-call]
 
 
 def _read_torchscript(trained: Trained, target: Path) -> Callable[..., Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.load(str(target))  # type: ignore[no-any-return, no-untyped-call]
+    return torch.jit.load(str(target))  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextmanager
-def _saying_why(trained: Trained, kind: str) -> Iterator[None]:
+def _saying_why(trained: Trained, kind: str, how: str = "") -> Iterator[None]:
     """In a line why this model cannot be exported so; torch's exporters warn of themselves and raise anything."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
@@ -142,11 +143,11 @@ def _saying_why(trained: Trained, kind: str) -> Iterator[None]:
         warnings.simplefilter("ignore")
         try:
             yield
-        except LabError:
+        except (LabError, OSError):
             raise
         except Exception as error:
             reason = one_line(error)[:300] or type(error).__name__
-            raise LabError(f"model {trained.built.name} cannot be exported as {kind}: {reason}") from error
+            raise LabError(f"model {trained.built.name} cannot be exported as {kind}{how}: {reason}") from error
         finally:
             logger.setLevel(level)
 
@@ -161,12 +162,9 @@ def _hugging_face(trained: Trained, target: Path) -> None:
     else:
         model.config.id2label = dict(enumerate(trained.classes))
         model.config.label2id = {name: place for place, name in enumerate(trained.classes)}
-    try:
-        shutil.copytree(trained.folder / saved.PARTS, target, dirs_exist_ok=True)
-        with quiet(transformers()):
-            model.save_pretrained(target)
-    except OSError as error:
-        raise LabError(f"cannot write {target}: {one_line(error)}") from error
+    shutil.copytree(trained.folder / saved.PARTS, target, dirs_exist_ok=True)
+    with quiet(transformers()):
+        model.save_pretrained(target)
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
-from gtracer.lab import data, files
+from gtracer.lab import files
 from gtracer.lab.data.pictures import Pictures
 from gtracer.lab.data.tables import Columns
 from gtracer.lab.data.task import Split, Task
@@ -32,7 +32,7 @@ from gtracer.lab.results.record import NAME, Record
 from gtracer.lab.sweeps.launchers.local import Event, Job
 from gtracer.lab.training.callbacks import ProgressBar
 from gtracer.lab.training.trainer import train
-from gtracer.lab.training.weights import best_epoch
+from gtracer.lab.training.weights import best_epoch, require_same_data
 
 TABLE, PAGE = "label-errors.csv", "label-errors.html"
 MARK = "data.sha256"  # in the folder of a model that is trained here, what it was trained on
@@ -42,6 +42,7 @@ SHOWN = 200  # examples of the page
 PAIRS = 5  # of classes that are taken for each other most
 CELLS = 12  # of a table's row
 SIDE = 112  # pixels of a thumbnail
+OTHERS = "the model has not seen what it would be asked about as training data; train anew"
 MEMORISED = 0.98  # share of labels given back, from which on a model that has seen them tells little
 
 
@@ -158,12 +159,14 @@ def find(
         engine: Trains the folds in parallel, as those of a sweep.
     """
     filter_, rank = _cleanlab()
-    task = data.load(replace(trained.config, data=data_folder))
+    task = trained.task(data_folder)
     if task.class_names != trained.classes:
         other = min({*task.class_names} ^ {*trained.classes}, default="in another order")
         raise LabError(f"{trained.config.task} has other classes than the model ({shown(other)}): train on it again")
     if task.train.labels.is_floating_point():
         raise LabError(f"find-label-errors is for classes: {trained.config.task} has real numbers as labels")
+    names = ("train", "holdout")
+    require_same_data(trained.folder, {name: part.ids for name, part in zip(names, _parts(task), strict=False)}, OTHERS)
     crossed = partial(_crossed, trained, task, folds, out, console, engine)
     judged = [trained.probabilities(task.train) if folds == 1 else crossed()]
     judged += [trained.probabilities(part) for part in _parts(task)[1:]]

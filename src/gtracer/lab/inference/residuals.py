@@ -81,10 +81,6 @@ class Residuals:
         figure.write(folder / "predicted.png", self._draw_predicted)
         figure.write(folder / "residuals.png", self._draw_residuals)
 
-    @property
-    def _name(self) -> str:
-        return self.name.replace("$", r"\$")  # the user's own: a dollar sign is no formula
-
     def _draw_predicted(self, drawn: Any) -> None:
         axes = drawn.subplots()
         ends = [
@@ -93,10 +89,10 @@ class Residuals:
         ]
         axes.plot(ends, ends, color="grey", linewidth=1)
         axes.scatter(self.labels, self.predicted, s=8, alpha=0.5, rasterized=True)
-        axes.set(xlabel=self._name, ylabel="predicted", title="Predicted against the label")
+        axes.set(xlabel=figure.name(self.name), ylabel="predicted", title="Predicted against the label")
 
     def _draw_residuals(self, drawn: Any) -> None:
         axes = drawn.subplots()
         axes.hist((self.predicted - self.labels).numpy(), bins=40)
         axes.axvline(0, color="grey", linewidth=1)
-        axes.set(xlabel=f"predicted − {self._name}", ylabel="examples", title="Errors")
+        axes.set(xlabel=f"predicted − {figure.name(self.name)}", ylabel="examples", title="Errors")

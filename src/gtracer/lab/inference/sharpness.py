@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -14,15 +14,17 @@ import torch
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
+from torch.nn.functional import huber_loss, mse_loss
 
 from gtracer import sharpness
-from gtracer.lab import data, files
+from gtracer.lab import files
 from gtracer.lab.data import python
 from gtracer.lab.data.task import sampled
 from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results import provenance
 from gtracer.lab.results.report.sharpness import FORMAT, NAME
+from gtracer.lab.training.weights import require_same_data
 from gtracer.sharpness import Settings, Sharpness, picture
 
 EXAMPLES = 1000
@@ -108,15 +110,27 @@ def subject(
         split: "train", with the labels that it was trained on, or "test", with the true ones.
         folder: Of the task's official files.
     """
-    task = data.load(replace(trained.config, data=folder))
+    task = trained.task(folder)
     part = task.train if split == "train" else task.test
+    require_same_data(trained.folder, {split: part.ids}, "it would be measured on other examples; train anew")
     chosen, place = part.rows(sampled(len(part.labels), examples)), trained.device
     labels = (chosen.labels if split == "train" else chosen.truth).to(place)
     batch = trained.built.batches(chosen, place)
     rows = torch.split(torch.arange(len(labels), device=place), batch_size or trained.config.batch_size)
     batches = [(batch(each, batch.width(each)), labels[each]) for each in rows]
-    loss_of = sharpness.classification(trained.model)
+    loss_of = sharpness.classification(trained.model) if trained.target is None else _distance(trained)
     return Subject(trained.folder.name, trained.model, loss_of, batches, trained.folder / FOLDER)
+
+
+def _distance(trained: Trained) -> sharpness.SplitLoss:
+    """Of real numbers, as in training: in deviations of the training data."""
+    distance = huber_loss if trained.config.loss == "huber" else mse_loss
+
+    def outputs_of(batch: Any) -> Tensor:
+        outputs: Tensor = trained.model(batch[0]).float()
+        return outputs
+
+    return sharpness.SplitLoss(outputs_of, lambda outputs, batch: distance(outputs.squeeze(1), batch[1]))
 
 
 def found(word: str, *, device: str, last: bool, **chosen: Any) -> Subject:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from gtracer.lab import data
 from gtracer.lab.config import Config
 from gtracer.lab.data import batches
 from gtracer.lab.data.labels import Target
-from gtracer.lab.data.task import Found, Preprocessing, Split
+from gtracer.lab.data.task import Found, Preprocessing, Split, Task
 from gtracer.lab.errors import LabError, shown
 from gtracer.lab.models import saved
 from gtracer.lab.models.built import Built
@@ -52,6 +53,15 @@ class Trained:
         if not path.exists():
             raise LabError(f"cannot read {path}: there is no such file or folder")
         return self.preprocessing.read(path)
+
+    def task(self, folder: str | None = None) -> Task:
+        """The data that it was trained on, as it is now; the folder is that of the task's official files."""
+        if folder is not None and self.config.task not in data.TASKS:
+            raise LabError(
+                f"--data {folder} has no effect: it is for the official files of a task, and {self.folder} was "
+                f"trained on data of its own, {self.config.task}"
+            )
+        return data.load(replace(self.config, data=folder))
 
     def predict(self, path: str | Path) -> Tensor:
         """For each example of a file or folder a row with the probabilities of the classes, or the number."""

@@ -34,6 +34,11 @@ def build(config: Config, task: Task) -> Built:
         local = (beside / "config.json").is_file()
         found = encoders.build(str(beside) if local else name, task.outputs, config.max_length)
         return replace(found, architecture=replace(found.architecture, name=name))
+    if (files.expanded(name) / "config.json").is_file():
+        raise LabError(
+            f"model {name!r} is an encoder of texts, task {config.task!r} holds none; columns of texts are named with "
+            "--text-columns"
+        )
     examples = _examples(task.train)
     shape = tuple(examples.shape[1:])
     if not shape or 0 in shape:

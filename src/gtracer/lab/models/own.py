@@ -15,6 +15,7 @@ from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.models import hub
 from gtracer.lab.models.built import Architecture
 
+PREFIXES = ("module.", "_orig_mod.", "module.")  # of a model that DataParallel or torch.compile has wrapped, or both
 WRAPPED = ("state_dict", "model")  # where others' checkpoints keep the weights
 
 
@@ -86,11 +87,25 @@ def take_weights(model: nn.Module, path: Path) -> list[str]:
         theirs = f"has it as {tuple(given[strange].shape)}" if strange in given else "has none of that name"
         ours = tuple(own[strange].shape)
         raise LabError(f"{path} is of another model: {strange} of shape {ours} is wanted, the file {theirs}")
+    if further := _further(model, given, head):
+        raise LabError(f"{path} is of another model: it has {further}, for which this one has no place")
     model.load_state_dict({name: given[name] for name in own if name not in lost}, strict=False)
     if not lost:
         return []
     there = f"of shape {tuple(given[lost[0]].shape)}" if lost[0] in given else "missing"
     return [f"{path}: {lost[0]} is {there}, another task's head: that for this one starts anew"]
+
+
+def _further(model: nn.Module, given: dict[str, Tensor], head: str) -> str | None:
+    """A weight of a layer that the model would have if it were deeper, or wider; heads of other kinds may be there."""
+    modules = {name for name, _ in model.named_modules()}
+    parts = {name.partition(".")[0] for name in modules} - {head.partition(".")[0]}
+    for name in given:
+        layer = name.rpartition(".")[0]
+        part = layer.partition(".")[0]
+        if layer not in modules and (part in parts or part.isdigit()):
+            return name
+    return None
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
@@ -106,4 +121,8 @@ def _weights(path: Path) -> dict[str, Tensor]:
     found = next((found[name] for name in WRAPPED if isinstance(found, dict) and name in found), found)
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise LabError(f"{path} holds no weights by their names, but {shown(type(found).__name__)}")
-    return found
+    for prefix in PREFIXES:
+        if all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+    weights: dict[str, Tensor] = found
+    return weights

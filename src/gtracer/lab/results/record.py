@@ -20,7 +20,7 @@ from gtracer.lab.schema import STRICT, AtLeastZero, problems
 
 FORMAT = 1
 NAME = "record.json"
-METRICS = ("accuracy", "r2")  # by which a run is judged: of classes, of real numbers
+METRICS = {"accuracy": "accuracy", "r2": "R²"}  # by which a run is judged: of classes, of real numbers
 
 
 class Environment(TypedDict, total=False):
@@ -106,7 +106,7 @@ class Record:
     @property
     def metric(self) -> str:
         """What it is judged by: accuracy, or where labels are real numbers r2."""
-        return next((name for name in METRICS if f"test_{name}" in self.curves), METRICS[0])
+        return next((name for name in METRICS if f"test_{name}" in self.curves), "accuracy")
 
     @property
     def test(self) -> list[float]:

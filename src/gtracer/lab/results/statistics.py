@@ -61,8 +61,8 @@ class Result:
 
     @property
     def metrics(self) -> set[str]:
-        """What its runs are judged by."""
-        return {record.metric for record in self.finished}
+        """What its runs are judged by, in words."""
+        return {record.METRICS[run.metric] for run in self.records if run.test}
 
     @property
     def diverged(self) -> int:
@@ -96,16 +96,17 @@ class Result:
         return [100 * max(r.test) for r in self.finished]
 
     def chosen(self) -> dict[int, float]:
-        """By seed, the accuracy at the epoch that is best by held-out data, the first of equals; where some is."""
+        """By seed, the same at the epoch that is best by held-out data, the first of equals; where some is."""
         return {
-            r.config.seed: 100 * r.curves["test_accuracy"][held_out.index(max(held_out))]
+            r.config.seed: 100 * r.test[scores.index(max(scores))]
             for r in self.finished
-            if (held_out := r.curves.get("holdout_accuracy"))
+            if r.holds_out
+            for scores in [r.held_out()]
         }
 
     def held_out(self) -> list[float]:
-        """The accuracy on held-out data at that epoch."""
-        return [100 * max(held_out) for r in self.finished if (held_out := r.curves.get("holdout_accuracy"))]
+        """The score on held-out data at that epoch, the higher the better."""
+        return [max(r.held_out()) for r in self.finished if r.holds_out]
 
     def estimate(self, values: list[float]) -> Estimate | None:
         return Estimate.of(values) if values else None
@@ -180,6 +181,11 @@ class Results:
         found = tuple(by_cell[cell] for cell in cells if cell in by_cell)
         paper = self.study.of_paper(point)
         return Result(point, found, None if paper is None else (paper[0], paper[1]))
+
+    @property
+    def metric(self) -> str:
+        """What the runs are judged by, in words."""
+        return " and ".join(sorted(set[str]().union(*(result.metrics for result in self.all)) or {"accuracy"}))
 
     def within(self, setting: str) -> list[Result]:
         return [result for result in self.all if result.point.setting == setting]

@@ -13,9 +13,10 @@ def table(results: Results) -> Table:
 
     The study's own words are `Text`: in plain strings rich would take brackets for markup and :x: for an emoji.
     """
+    metric = results.metric[:1].upper() + results.metric[1:]
     made = Table(
         title=Text(results.study.title, style="table.title"),
-        caption=f"{_metrics(results)} on test data in %, mean ± standard error over seeds.",
+        caption=f"{metric} on test data in %, mean ± standard error over seeds.",
         padding=(0, 0, 0, 1),
     )
     several = len(results.study.settings) > 1
@@ -33,11 +34,6 @@ def table(results: Results) -> Table:
             cells = zip([*_cells(result), results.note(result)], shown, strict=True)
             made.add_row(*(Text(text) for text, (_, is_shown) in cells if is_shown))
     return made
-
-
-def _metrics(results: Results) -> str:
-    found = set[str]().union(*(result.metrics for result in results.all)) or {"accuracy"}
-    return " and ".join(sorted({"accuracy": "Accuracy", "r2": "R²"}[name] for name in found))
 
 
 def _cells(result: Result) -> list[str]:

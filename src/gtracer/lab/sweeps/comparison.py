@@ -80,7 +80,8 @@ def compare(wanted: Study, folder: Path, console: Console, tell: Callable[[str],
         sweep.check(config)
     sweep.check_effects(wanted)
     wanted.write(folder)
-    outcomes = [_outcome(point.method, point.configs(), folder, console) for point in wanted.points()]
+    there = sweep.RunsFolder.of(folder)
+    outcomes = [_outcome(point.method, point.configs(), there, console) for point in wanted.points()]
     console.print(_table(outcomes))
     page = report.write(folder, folder / "report", tell)
     console.out(_sentence(outcomes), highlight=False)
@@ -88,10 +89,10 @@ def compare(wanted: Study, folder: Path, console: Console, tell: Callable[[str],
     return outcomes
 
 
-def _outcome(method: str, configs: list[Config], folder: Path, console: Console) -> Outcome:
+def _outcome(method: str, configs: list[Config], there: sweep.RunsFolder, console: Console) -> Outcome:
     outcome = Outcome(method, [], [], [], [], 0)
     for config in configs:
-        place = folder / config.identity.folder
+        place = there.place(config)
         console.out(f"{method}, seed {config.seed}", highlight=False)
         try:
             with ProgressBar(console, config.epochs) as bar:
@@ -125,7 +126,9 @@ def _sentence(outcomes: list[Outcome]) -> str:
     if not best.scores:
         raise LabError("all runs diverged: lower --lr")
     of = "R² of " if best.metric == "r2" else ""
-    found = f"{best.method} is best by held-out data, with {of}{Estimate.of(best.test)}% on test data"
+    level = [o.method for o in outcomes if o is not best and o.score == best.score]
+    first = f"level with {' and '.join(level)}" if level else "best"
+    found = f"{best.method} is {first} by held-out data, with {of}{Estimate.of(best.test)}% on test data"
     others = ", ".join(f"{o.method} {Estimate.of(o.test)}%" for o in outcomes if o is not best and o.test)
     n = len(best.test)
     few = f" n = {n} is few: --seeds {FEW} or more." if n < FEW else ""

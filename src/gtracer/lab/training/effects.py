@@ -52,6 +52,7 @@ def _of_optimizer(config: Config) -> list[tuple[str, bool, str]]:
 def _of_task(config: Config) -> list[tuple[str, bool, str]]:
     kind, own = data.kind(config.task, config.text_columns), config.task not in data.TASKS
     return [
+        ("data", not own or kind == "text", "tasks with official files, or encoders beside them"),
         ("text_columns", own and kind == "text", "files of texts"),
         ("label_column", own and kind in ("text", "table"), "files of texts or tables"),
         ("drop", kind == "table", "tables"),

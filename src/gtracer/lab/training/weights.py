@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gtracer.lab import files
@@ -12,6 +13,8 @@ from gtracer.lab.results.record import Record
 from gtracer.lab.training.run import Run
 
 SPLITS = "splits.json"  # which example is in which part, where they are the user's own
+
+UNTESTED = "what was to test may have been trained on; train anew, or evaluate on data of its own"
 
 
 def describe(run: Run, record: Record, folder: Path) -> None:
@@ -24,23 +27,20 @@ def describe(run: Run, record: Record, folder: Path) -> None:
         files.write(folder / SPLITS, (json.dumps(run.splits, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def require_same_data(folder: Path, splits: dict[str, list[str]]) -> None:
-    """Refuse data of which other examples are in these parts than when the run began."""
+def require_same_data(folder: Path, splits: Mapping[str, Sequence[str]], so: str = UNTESTED) -> None:
+    """Refuse data of which other examples are in these parts than when the run began; `so` says what follows."""
     if not files.exists(folder / SPLITS):
         return
     path = folder / SPLITS
     try:
         was = json.loads(files.read(path))
-        changed = [name for name, ids in splits.items() if was[name] != ids]
+        changed = [name for name, ids in splits.items() if was[name] != list(ids)]
     except (ValueError, KeyError, TypeError) as error:
         raise LabError(f"{path} is damaged ({one_line(error)}): train the model again") from error
     if changed:
         then, now = len(was[changed[0]]), len(splits[changed[0]])
         counts = f"other examples in {changed[0]}" if then == now else f"{then} examples in {changed[0]}, now {now}"
-        raise LabError(
-            f"the data has changed since {folder} began ({path}: {counts}): what was to test may have been trained on; "
-            "train anew, or evaluate on data of its own"
-        )
+        raise LabError(f"the data has changed since {folder} began ({path}: {counts}): {so}")
 
 
 def keep(run: Run, record: Record, folder: Path) -> None:

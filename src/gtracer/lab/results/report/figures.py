@@ -37,14 +37,20 @@ MOST_LINES = 8
 SPAN = 1.0  # per cent that an axis of curves covers, at the least
 DECADE = 10  # ratio of two values from which on their axis is logarithmic
 MOST_MATRICES = 4
+BESIDE = 4  # classes, up to which two matrices have room beside each other
 NUMBERED = 12  # classes of a matrix that has room for numbers
 BINS = 15  # of calibration, as in the records
 LONGEST_NAME = 14  # of a class, on an axis
+LONGEST_LINE = 48  # across a figure
+LONGEST_LABEL = 24  # beside a bar
 STYLE: dict[str, Any] = {
-    "figure.figsize": (6.4, 4.0),
+    "figure.figsize": (4.9, 3.5),  # so many points as a telephone has for it: text has its size there
     "figure.constrained_layout.use": True,
-    "font.size": 10,
-    "axes.titlesize": 10.5,
+    "font.size": 11,
+    "xtick.labelsize": 11,
+    "ytick.labelsize": 11,
+    "legend.fontsize": 11,
+    "axes.titlesize": 11.5,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -133,7 +139,11 @@ def pictures(results: Results) -> list[Picture]:
 def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Results], None]]]:
     option = varied_option(results)
     if option is not None:
-        yield "varied", f"Accuracy against {SYMBOLS.get(option, option)}", partial(_draw_varied, option=option)
+        yield (
+            "varied",
+            f"{_capital(results.metric)} against {SYMBOLS.get(option, option)}",
+            partial(_draw_varied, option=option),
+        )
     for name, heading, curve, label in CURVES:
         yield name, f"{heading} by epoch", partial(_draw_curves, curve=curve, label=label)
     yield "confusion", "Confusion", _draw_confusion
@@ -144,6 +154,9 @@ def _kinds(results: Results) -> Iterator[tuple[str, str, Callable[[Drawing, Resu
 CURVES = (
     ("epochs", "Test accuracy", "test_accuracy", "test accuracy, %"),
     ("holdout", "Held-out accuracy", "holdout_accuracy", "held-out accuracy, %"),
+    ("test-r2", "Test R²", "test_r2", "test R², %"),
+    ("holdout-r2", "Held-out R²", "holdout_r2", "held-out R², %"),
+    ("test-rmse", "Test RMSE", "test_rmse", "test RMSE"),
     ("memorised", "Memorised", "memorised", "memorised, %"),
     ("train-loss", "Training loss", "train_loss", "training loss"),
     ("test-loss", "Test loss", "test_loss", "test loss"),
@@ -154,16 +167,20 @@ ABOUT = {
     "train_loss": "Loss without penalty, before each step of an epoch",
     "test_loss": "Cross-entropy on test data",
     "holdout_accuracy": "Accuracy on held-out data, against labels as they are in training",
+    "test_r2": "Share of the test labels' variance that predictions explain, below 0 where their mean would be better",
+    "holdout_r2": "The same share on held-out data, against labels as they are in training",
+    "test_rmse": "Root of the mean squared error on test data, in the labels' unit",
     "rho": "Strength of TRACER's penalty at the end of each epoch",
     "trace_ratio": "Trace ratio, of which TRACER adds ρ times to the loss",
 }
+ABOUT_NUMBERS = "Loss on test data, of labels scaled to mean 0 and deviation 1 in training"
 
 
 def _blank(setting: str) -> Drawing:
     figure = Figure()
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    axes.set_title(_plain(setting, 80))
+    axes.set_title(_plain(setting, LONGEST_LINE))
     return Drawing(setting, figure, axes)
 
 
@@ -193,8 +210,8 @@ def _draw_varied(drawing: Drawing, results: Results, option: str) -> None:
             _draw_points(drawing, method, sorted(pairs, key=lambda pair: pair[0]), symbol, colour)
         for level in (r.accuracy for r in mine if not r.point.varied and r.accuracy):
             _draw_level(drawing, method, values, level, colour)
-    drawing.axes.set(xlabel=symbol, ylabel="test accuracy, %")
-    drawing.caption = f"Test accuracy at the last epoch against {symbol}; bars and bands: ± standard error."
+    drawing.axes.set(xlabel=symbol, ylabel=f"test {results.metric}, %")
+    drawing.caption = f"Test {results.metric} at the last epoch against {symbol}; bars and bands: ± standard error."
     _legend(drawing)
 
 
@@ -276,7 +293,10 @@ def _draw_curves(drawing: Drawing, results: Results, curve: str, label: str) -> 
     drawing.axes.set(xlabel="epoch", ylabel=label)
     several = any(len(_runs(result)) > 1 for result in chosen)
     of = "mean over seeds, in a band of ± standard error" if several else "one run each"
-    drawing.caption = f"{ABOUT.get(curve, _capital(label.removesuffix(', %')))}: {of}."
+    about = ABOUT.get(curve, _capital(label.removesuffix(", %")))
+    if curve == "test_loss" and any(r.metrics - {"accuracy"} for r in within):
+        about = ABOUT_NUMBERS
+    drawing.caption = f"{about}: {of}."
     _finish(drawing, within, chosen)
     _legend(drawing)
 
@@ -295,16 +315,18 @@ def _draw_confusion(drawing: Drawing, results: Results) -> None:
     if not chosen:
         return
     figure, columns = drawing.figure, min(2, len(chosen))
+    if any(len(names) > BESIDE for names, _ in filter(None, found.values())):
+        columns = 1
     rows = math.ceil(len(chosen) / columns)
     figure.clear()
-    figure.suptitle(_plain(drawing.setting, 80), x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
+    figure.suptitle(_plain(drawing.setting, LONGEST_LINE), x=0.01, ha="left", fontsize=STYLE["axes.titlesize"])
     for place, result in enumerate(chosen):
         axes = figure.add_subplot(rows, columns, place + 1)
         names, counts = found[id(result)] or ([], [])
         _draw_matrix(axes, [_plain(name, LONGEST_NAME) for name in names], counts)
-        axes.set_title(_plain(result.point.label, 40))
+        axes.set_title(_plain(result.point.label, LONGEST_LABEL))
         axes.set(xlabel="predicted", ylabel="label" if place % columns == 0 else "")
-    figure.set_figheight(0.5 + rows * (3.5 if columns == 2 else 5.6))
+    figure.set_figheight(0.4 + rows * (2.7 if columns == 2 else 4.6))
     drawing.is_made = True
     drawing.caption = "Each label's test examples by the class that the last epoch's model gives them, in %; all runs."
     if len(chosen) < len(results.within(drawing.setting)):
@@ -336,10 +358,10 @@ def _draw_matrix(axes: Axes, names: list[str], counts: list[list[int]]) -> None:
                 axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, color=ink, alpha=0.08 + 0.62 * share, lw=0))
                 if size <= NUMBERED:
                     text = f"{100 * share:.0f}" if share >= 0.005 else "<1"
-                    axes.text(column, row, text, ha="center", va="center", fontsize=8 if size > 6 else 9)
+                    axes.text(column, row, text, ha="center", va="center")
     turned = 90 if max(map(len, names)) > 2 else 0
-    axes.set_xticks(range(size), names, rotation=turned, fontsize=8)
-    axes.set_yticks(range(size), names, fontsize=8)
+    axes.set_xticks(range(size), names, rotation=turned)
+    axes.set_yticks(range(size), names)
     axes.tick_params(length=0)
 
 
@@ -385,9 +407,9 @@ def _draw_cost(drawing: Drawing, results: Results) -> None:
         seconds, cost = result.seconds or 0.0, results.relative_cost(result)
         text = f"{seconds:.3g} s" if cost is None else f"{seconds:.3g} s, {cost:.2f}×"
         drawing.axes.barh(place, seconds, color=look["color"], height=0.62)
-        drawing.axes.annotate(text, (seconds, place), (5, 0), textcoords="offset points", va="center", fontsize=9)
+        drawing.axes.annotate(text, (seconds, place), (5, 0), textcoords="offset points", va="center")
         drawing.line(result.point.label, [seconds], [place], [text], color=look["color"], alpha=0)
-    drawing.axes.set_yticks(range(len(chosen)), [_plain(r.point.label, 40) for r in chosen])
+    drawing.axes.set_yticks(range(len(chosen)), [_plain(r.point.label, LONGEST_LABEL) for r in chosen])
     drawing.axes.invert_yaxis()
     drawing.axes.grid(visible=False, axis="y")
     drawing.axes.spines["left"].set_visible(False)
@@ -423,9 +445,7 @@ def _height(result: Result) -> float:
 
 def _finish(drawing: Drawing, within: list[Result], chosen: list[Result]) -> None:
     if len(chosen) < len(within):
-        drawing.caption += (
-            f" Of {len(within)} variants, each method's best by its mean accuracy at the last epoch is shown."
-        )
+        drawing.caption += f" Of {len(within)} variants, each method's best by its mean at the last epoch is shown."
 
 
 def _looks(chosen: list[Result], results: Results) -> Iterator[tuple[Result, dict[str, Any]]]:
@@ -444,11 +464,11 @@ def _methods(results: Results) -> dict[str, int]:
 
 
 def _legend(drawing: Drawing) -> None:
-    names = [_plain(series.name, 60) for series in drawing.series]
+    names = [_plain(series.name, LONGEST_LINE - 6) for series in drawing.series]
     if not names:
         return
-    columns = max(1, min(len(names), 72 // (max(map(len, names)) + 6)))
-    drawing.figure.set_figheight(3.8 + 0.2 * math.ceil(len(names) / columns))
+    columns = max(1, min(len(names), LONGEST_LINE // (max(map(len, names)) + 6)))
+    drawing.figure.set_figheight(3.3 + 0.22 * math.ceil(len(names) / columns))
     handles = [line for line in drawing.axes.get_lines() if str(line.get_gid()).startswith("series-")]
     # With names in the call, matplotlib would leave out those that begin with an underscore.
     legend = drawing.figure.legend(handles, ["x"] * len(names), loc="outside lower left", ncols=columns)

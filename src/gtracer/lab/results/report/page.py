@@ -125,7 +125,11 @@ def _confused(results: Results) -> list[tuple[str, str]]:
     return lines
 
 
-PAGES = {"label errors": "label-errors/label-errors.html", "confusion": "evaluation/confusion.png"}
+PAGES = {
+    "label errors": "label-errors/label-errors.html",
+    "confusion": "evaluation/confusion.png",
+    "residuals": "evaluation/residuals.png",
+}
 
 
 def _runs(results: Results, out: Path) -> list[dict[str, Any]]:
@@ -134,14 +138,13 @@ def _runs(results: Results, out: Path) -> list[dict[str, Any]]:
     for result in results.all:
         for record in result.records:
             folder = results.folders.get(record.config.identity)
-            accuracy = record.curves.get("test_accuracy")
             state = "diverged" if record.failure is not None else "" if record.finished else "unfinished"
             made.append(
                 {
                     "setting": result.point.setting,
                     "method": result.point.label,
                     "seed": record.config.seed,
-                    "accuracy": f"{100 * accuracy[-1]:.1f}" if accuracy else NONE,
+                    "score": f"{100 * record.test[-1]:.1f}" if record.test else NONE,
                     "state": state or f"{record.epochs} epochs",
                     "name": "" if folder is None else folder.name,
                     "links": [] if folder is None else _links(folder, out),

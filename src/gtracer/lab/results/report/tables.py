@@ -74,7 +74,7 @@ COLUMNS = (
         "Last epoch, %",
         lambda row: _estimate(row.last) or row.state or NONE,
         lambda row: _mean(row.last),
-        note="Last epoch: accuracy on the test set, mean ± standard error over the n runs; no error of a single one.",
+        note="Last epoch: {metric} on the test set, mean ± standard error over the n runs; no error of a single one.",
         best=max,
     ),
     Column(
@@ -143,6 +143,7 @@ class Table:
 
     def __init__(self, results: Results) -> None:
         self.title = results.study.title
+        self.metric = results.metric
         self.rows = [Row.of(result, results) for result in results.all]
         silent = {"Setting"} if len(results.study.settings) == 1 else set()
         self.columns = [c for c in COLUMNS if c.heading not in silent and any(c.text(row) for row in self.rows)]
@@ -156,7 +157,7 @@ class Table:
         bold = (
             ["Bold: the best mean of its setting, and those that print the same."] if any(self._best.values()) else []
         )
-        return [*(column.note for column in columns if column.note), *bold]
+        return [*(column.note.replace("{metric}", self.metric) for column in columns if column.note), *bold]
 
     def is_best(self, row: Row, column: Column) -> bool:
         """Whether no other row of the setting has a better mean, as it is printed."""

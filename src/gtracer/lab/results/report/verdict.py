@@ -11,6 +11,7 @@ from gtracer.lab.results.statistics import Estimate, Result, Results, chance
 
 FEW_RUNS = 5
 FEW_EXAMPLES = 500  # of test data: one of them is a fifth of a point
+FEW_NUMBERS = "a single outlier can move R² by points"
 LIKELY = 0.05  # p from which on a difference is called one that may be chance
 
 
@@ -29,6 +30,12 @@ class Score:
     @property
     def estimate(self) -> Estimate:
         return Estimate.of(list(self.test.values()))
+
+    @property
+    def worth(self) -> str:
+        """The estimate in words."""
+        other = " and ".join(sorted(self.result.metrics - {"accuracy"}))
+        return f"{other} of {self.estimate} %" if other else f"{self.estimate} %"
 
 
 def sentences(results: Results) -> list[str]:
@@ -61,15 +68,17 @@ def _sentence(results: Results, setting: str) -> str:
     held_out = _holds_out([score.result for score in found])
     at = "at each run's best epoch by held-out data" if held_out else "at the last epoch"
     if not others:
-        return f"{best.label} reaches {best.estimate} % on test data {at}."
+        return f"{best.label} reaches {best.worth} on test data {at}."
     by = " by held-out data" if held_out else ""
     if all(round(score.estimate.mean - best.estimate.mean, 1) == 0 for score in others):
         level = " and ".join(score.label for score in found) if len(found) < 4 else f"All {len(found)} methods"
-        return f"{level} are level, with {best.estimate} % on test data {at}."
+        return f"{level} are level, with {best.worth} on test data {at}."
     at = "at each run's best epoch by it" if held_out else at
     methods = [score for score in others if score.result.point.method != best.result.point.method]
     second = max(methods or others, key=lambda score: score.estimate.mean)  # its own variants come after other methods
-    return f"{best.label} is best{by}, with {best.estimate} % on test data {at}, {_against(best, second)}."
+    equal = [score.label for score in others if held_out and score.judged == best.judged]
+    first = f"level with {' and '.join(equal)}" if equal else "best"
+    return f"{best.label} is {first}{by}, with {best.worth} on test data {at}, {_against(best, second)}."
 
 
 def _against(best: Score, second: Score) -> str:
@@ -104,7 +113,8 @@ def cautions(results: Results) -> list[str]:
         said.append(f"{runs} in {cells}: {tell}. {FEW_RUNS} seeds or more tell.")
     sizes = [int(n) for result in found for n in result.resolved.get("test_examples", []) if isinstance(n, int)]
     if sizes and 0 < min(sizes) < FEW_EXAMPLES:
-        said.append(f"{min(sizes)} test examples: one of them is {100 / min(sizes):.1f} points.")
+        one = f"one of them is {100 / min(sizes):.1f} points" if results.metric == "accuracy" else FEW_NUMBERS
+        said.append(f"{min(sizes)} test examples: {one}.")
     if lost := sum(result.diverged for result in found):
         said.append(f"{lost} run{'s' * (lost != 1)} diverged, and {'is' if lost == 1 else 'are'} in no mean.")
     return said
