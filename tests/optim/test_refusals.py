@@ -1,6 +1,7 @@
 """Every refusal names the argument and its value, and nothing has changed afterwards."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
-from gtracer.curvature import gradient_magnitude, hutchinson
+from gtracer.curvature import gradient_magnitude, hutchinson, per_example
 from gtracer.experimental import Precondition, PreviousStep, Ridge
+from gtracer.optim import processes
 from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
 from support.problems import make, tanh_mlp
@@ -404,7 +406,7 @@ def test_a_closure_that_forgets_its_return_is_told():
     ("options", "message"),
     [
         ({}, "without the second pass: pass a closure"),
-        ({"engine": "exact"}, "makes its own passes, use step(closure)"),
+        ({"engine": "exact"}, "curvature=gradient_magnitude with engine=Exact() makes its own passes, use step("),
         ({"reuse": PreviousStep()}, "displaces the weights itself, step(closure)"),
     ],
     ids=["finite difference", "exact", "previous step"],
@@ -422,6 +424,16 @@ def test_a_step_alone_is_refused_but_of_zeros_which_only_makes_state(options, me
         opt.step()
     assert message in str(caught.value)
     assert torch.equal(first, torch.ones(2))
+
+
+@pytest.mark.parametrize("curvature", [gradient_magnitude, per_example], ids=["gradient", "examples"])
+def test_the_exact_engine_averages_nothing_over_processes(monkeypatch, curvature):
+    monkeypatch.setattr(processes, "are_joined", lambda model: True)
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+    opt = SGDTracer(model.parameters(), rho=0.1, engine="exact", curvature=curvature, model=model)
+    with pytest.raises(RuntimeError, match=re.escape(f"with {opt.method.curvature} on several processes")) as caught:
+        opt.step(lambda: model(x).square().mean())
+    assert "penalty='each'" in str(caught.value)
 
 
 def test_an_estimator_that_looks_into_one_pass_takes_the_batch_whole():
