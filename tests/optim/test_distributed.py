@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gtracer import Clip, FiniteDifference, SGDTracer, TracerPenalty
 from gtracer.curvature import micro_batch
 from gtracer.experimental import PreviousStep
+from gtracer.optim import processes
 from support.data_parallel import BATCH, OPTIMIZERS, agree, alone, averages, batches, flat, half, network, trained
 from support.gloo import end, together
 
@@ -277,6 +278,19 @@ def resumed(rank, name, folder):
 
 def test_resuming_on_two_processes(tmp_path):
     agree(together(resumed, "SGDTracer", tmp_path), alone("SGDTracer"))
+
+
+def means_of_one(rank):
+    p = nn.Parameter(torch.zeros(2))
+    found, number = processes.mean({p: [torch.full_like(p, rank + 1.0)]}, [p], None, torch.tensor(4.0 * rank))
+    nothing, _ = processes.mean({}, [p], None)
+    return found[p], number, len(nothing)
+
+
+def test_the_mean_of_a_single_parameter():
+    for found, number, nothing in together(means_of_one):
+        assert [x.tolist() for x in found] == [[1.5, 1.5]]
+        assert (number.item(), nothing) == (2.0, 0)
 
 
 # fully_shard.
