@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -424,6 +425,23 @@ def test_a_step_alone_is_refused_but_of_zeros_which_only_makes_state(options, me
         opt.step()
     assert message in str(caught.value)
     assert torch.equal(first, torch.ones(2))
+
+
+def test_a_loop_that_draws_between_zero_grad_and_its_first_pass_is_told():
+    """Its second pass would have another dropout than the first."""
+    net, x = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)), torch.ones(3, 2)
+    opt = SGDTracer(net.parameters(), lr=0.1, rho=0.1)
+    before = [p.detach().clone() for p in net.parameters()]
+    for draws in (1, 0):
+        opt.zero_grad()
+        torch.rand(draws)
+        net(x).square().mean().backward()
+        expected = pytest.raises(RuntimeError, match="drew other random numbers") if draws else nullcontext()
+        with expected, opt.perturbed():
+            net(x).square().mean().backward()
+        assert all(map(torch.equal, net.parameters(), before))
+    opt.step()
+    assert not any(map(torch.equal, net.parameters(), before))
 
 
 @pytest.mark.parametrize("curvature", [gradient_magnitude, per_example], ids=["gradient", "examples"])
