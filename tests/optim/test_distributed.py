@@ -357,9 +357,8 @@ def test_fully_shard_is_no_model_to_differentiate_twice():
 
 
 def in_columns_and_rows(rank):
-    """Tensor-parallel weights are the graph's own leaves; one of them is of no use here."""
-    model = network()
-    unused = nn.Linear(2, 2)
+    """Tensor-parallel weights are the graph's own leaves; a layer like the first is of no use here, as an expert's."""
+    model, unused = network(), network()[0]
     parallel = parallelize_module(
         nn.ModuleDict({"model": model, "unused": unused}),
         init_device_mesh("cpu", (2,)),

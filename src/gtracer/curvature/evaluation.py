@@ -51,7 +51,7 @@ class Evaluation:
         slopes: dict[Tensor, Tensor | None] = dict(zip(direct, found[: len(direct)], strict=True))
         if inside:
             slopes |= self._examples_gradients(inside)
-        _check_reached(loss, [p for p in params if slopes.get(p) is None])
+        _check_reached(loss, params, [p for p in params if slopes.get(p) is None])
         self.params = [p for p in params if slopes.get(p) is not None]
         self.gradients: Tensors = [slope for p in self.params if (slope := slopes[p]) is not None]
 
@@ -189,10 +189,10 @@ class Shifts:
                 layer.__dict__.pop("forward", None)
 
 
-def _check_reached(loss: Tensor, without: Tensors) -> None:
+def _check_reached(loss: Tensor, params: Tensors, without: Tensors) -> None:
     """Refuse shards that have no gradient because the loss is computed from gathered copies of them."""
     if sharded := [p for p in without if is_sharded(p)]:  # of a tensor-parallel model one may be out of use
-        copies = {x.shape for x in leaves(loss)}
+        copies = {x.shape for x in leaves(loss, besides=params)}
         if any(p.shape in copies for p in sharded):
             raise RuntimeError(
                 "the model is sharded by fully_shard, whose copies of the weights backward() alone can trace back: "
