@@ -83,6 +83,7 @@ def found_by(made, **own):
 @pytest.mark.parametrize("steps", [0, 3])
 def test_everything_is_put_back(name, steps):
     made = Training(name, steps)
+    made.model[1].train(not steps)  # with statistics that move, and frozen
     before, objects = made.everything(), made.tensors()
     stats, group = made.opt.stats, made.opt.param_groups[0]
     found_by(made)

@@ -252,6 +252,9 @@ def test_a_choice_says_what_it_is():
             both = numerator is average is c.gradient_magnitude
             assert c.Choice(numerator, average).is_default is both
             assert c.Choice(numerator, average).needs_layers is not both
+    assert str(c.Choice(c.gradient_magnitude, c.gradient_magnitude)) == "curvature=gradient_magnitude"
+    apart = c.Choice(c.micro_batch(4), c.gradient_magnitude)
+    assert str(apart) == "curvature=MicroBatch(size=4), average=gradient_magnitude"
 
 
 def test_what_the_average_measures_is_its_own():

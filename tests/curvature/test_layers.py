@@ -23,6 +23,14 @@ def test_per_example_is_the_mean_of_squared_gradients(case, room, monkeypatch):
     assert relative_error(evaluate(made, c.per_example), example_squares(made)) < 1e-12
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_of_one_example_it_is_the_square_of_its_gradient(case):
+    made = make(case)
+    one = type(made)(made.model, made.x[:1], made.y[:1])
+    squares = [g.square() for g in torch.autograd.grad(one.loss_of(), one.params)]
+    assert relative_error(evaluate(one, c.per_example), squares) < 1e-12
+
+
 @pytest.mark.parametrize("case", [mlp, conv, group_norm, encoder])
 def test_fast_paths_agree_with_torch_func(case, monkeypatch):
     made = make(case)

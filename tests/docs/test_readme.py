@@ -1,5 +1,6 @@
 """The README's code runs as it stands; its two commands are run by CI."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -20,7 +21,6 @@ from gtracer.lab.sweeps import study
 from gtracer.lab.sweeps.launchers import local
 from support.encoders import tiny_bert
 from support.places import ROOT
-from support.studies import InThisProcess
 
 DATA = """
 import torch
@@ -123,7 +123,8 @@ def test_the_python_of_the_page_on_choosing_rho_runs(tmp_path, monkeypatch, caps
 def test_the_docs_commands_run(tmp_path, monkeypatch):
     """Every `gtracer …` line of README and docs, with fewer epochs; runs of a sweep are made in this process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(local, "Local", InThisProcess)
+    monkeypatch.syspath_prepend(str(ROOT / "studies"))
+    monkeypatch.setattr(local, "Local", lambda *_: importlib.import_module("runs").in_turn)
     found = [block for page in PAGES if page not in TUTORIALS for block in blocks("sh", page.read_text())]
     lines = [line for block in found for line in block.splitlines()]
     commands = [shlex.split(line.removeprefix("gtracer ")) for line in lines if line.startswith("gtracer ")]

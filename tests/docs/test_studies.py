@@ -20,7 +20,6 @@ from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.study import load
 from gtracer.lab.sweeps.sweep import RunsFolder
 from support.places import ROOT
-from support.studies import InThisProcess
 
 STUDIES, RECORDS = ROOT / "studies", ROOT / "records"
 README = (ROOT / "README.md").read_text()
@@ -36,7 +35,8 @@ def script(name, *words):
 def study(monkeypatch, capsys):
     """A function: the same in this process, which makes the runs too."""
     monkeypatch.syspath_prepend(str(STUDIES))
-    monkeypatch.setattr(importlib.import_module("runs"), "Local", InThisProcess)
+    runs = importlib.import_module("runs")
+    monkeypatch.setattr(runs, "Local", lambda _: runs.in_turn)
 
     def printed(name, *words):
         monkeypatch.setattr(sys, "argv", [name, *words])

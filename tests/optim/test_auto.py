@@ -152,6 +152,11 @@ def test_how_long_an_epoch_is_may_be_said_later():
     assert opt.steps_per_epoch is None
     opt.steps_per_epoch = 100
     assert opt.controller == MAKERS["sgd"](model, steps_per_epoch=100).controller
+    with pytest.raises(ValueError, match="steps_per_epoch must be a whole number of at least 1, got 0"):
+        opt.steps_per_epoch = 0
+    assert opt.steps_per_epoch == 100
+    opt.steps_per_epoch = None
+    assert opt.steps_per_epoch is None
     fixed = MAKERS["sgd"](model, rho=0.01)
     fixed.steps_per_epoch = 100  # where it has no say
     assert fixed.param_groups[0]["rho"] == 0.01

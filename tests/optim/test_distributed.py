@@ -8,14 +8,17 @@ from torch import distributed, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, linear, normalize
 from torch.nn.parallel import DistributedDataParallel
 
-from gtracer import Clip, FiniteDifference, SGDTracer
+from gtracer import Clip, FiniteDifference, SGDTracer, TracerPenalty
 from gtracer.curvature import micro_batch
 from gtracer.experimental import PreviousStep
+from gtracer.optim import processes
 from support.data_parallel import BATCH, OPTIMIZERS, agree, alone, averages, batches, flat, half, network, trained
 from support.gloo import end, together
 
@@ -277,6 +280,19 @@ def test_resuming_on_two_processes(tmp_path):
     agree(together(resumed, "SGDTracer", tmp_path), alone("SGDTracer"))
 
 
+def means_of_one(rank):
+    p = nn.Parameter(torch.zeros(2))
+    found, number = processes.mean({p: [torch.full_like(p, rank + 1.0)]}, [p], None, torch.tensor(4.0 * rank))
+    nothing, _ = processes.mean({}, [p], None)
+    return found[p], number, len(nothing)
+
+
+def test_the_mean_of_a_single_parameter():
+    for found, number, nothing in together(means_of_one):
+        assert [x.tolist() for x in found] == [[1.5, 1.5]]
+        assert (number.item(), nothing) == (2.0, 0)
+
+
 # fully_shard.
 
 
@@ -314,6 +330,53 @@ def test_fully_shard_with_directions():
     expected = alone("SGDTracer", directed_network, **own)
     agree(together(sharded, "SGDTracer", own, directed_network), expected)
     assert not torch.allclose(expected[0], alone("SGDTracer", directed_network)[0], rtol=1e-3)
+
+
+def told_of_shards(rank):
+    """What a second derivative is told where all layers are sharded, or one of them."""
+    told, (x, y) = [], batches()[0]
+    for which in ((0, 2), (0,)):
+        model = network()
+        for i in which:
+            fully_shard(model[i])
+        penalty = TracerPenalty(model.parameters(), rho=0.1)
+        opt = SGDTracer(model.parameters(), rho=0.1, engine="exact", model=model)
+        with pytest.raises(RuntimeError) as of_penalty:
+            penalty(cross_entropy(model(x), y))
+        with pytest.raises(RuntimeError) as of_step:
+            opt.step(lambda model=model: cross_entropy(model(x), y))
+        told += [str(of_penalty.value), str(of_step.value)]
+    return told
+
+
+def test_fully_shard_is_no_model_to_differentiate_twice():
+    """Its layers would be left untrained without a word where others are whole."""
+    for told in together(told_of_shards):
+        assert len(told) == 4
+        assert all("sharded by fully_shard" in message and "engine='finite-difference'" in message for message in told)
+
+
+def in_columns_and_rows(rank):
+    """Tensor-parallel weights are the graph's own leaves; a layer like the first is of no use here, as an expert's."""
+    model, unused = network(), network()[0]
+    parallel = parallelize_module(
+        nn.ModuleDict({"model": model, "unused": unused}),
+        init_device_mesh("cpu", (2,)),
+        {"model.0": ColwiseParallel(), "model.2": RowwiseParallel(), "unused": ColwiseParallel()},
+    )
+    loss = cross_entropy(model(batches()[0][0]), batches()[0][1])
+    penalised = TracerPenalty(parallel.parameters(), rho=0.1)(loss)
+    penalised.backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_tensor_parallel_model_is_differentiated_twice():
+    x, y = batches()[0]
+    model = network()
+    TracerPenalty(model.parameters(), rho=0.1)(cross_entropy(model(x), y)).backward()
+    for found in together(in_columns_and_rows):
+        for g, p in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(g, p.grad)
 
 
 def half_way(rank, name, folder, own):

@@ -157,10 +157,11 @@ def test_of_micro_batches(name, penalty, backward, before, given):
 @pytest.mark.parametrize(
     ("curvature", "given"), [(micro_batch(4), "model"), (micro_batch(4), "none"), (per_example, "model")]
 )
-def test_with_another_curvature(curvature, given):
+@pytest.mark.parametrize("rho", [0.3, 0.0], ids=["due", "not due"])
+def test_with_another_curvature(curvature, given, rho):
     setting = Setting()
     setting.net.eval()
-    opt = SGDTracer(setting.net.body.parameters(), rho=0.3, curvature=curvature, **options(setting, given))
+    opt = SGDTracer(setting.net.body.parameters(), rho=rho, curvature=curvature, **options(setting, given))
     expected = setting.expected()
     opt.step(setting.loss, *(() if curvature is per_example else (setting.x, setting.y)))
     torch.testing.assert_close(setting.head, expected)

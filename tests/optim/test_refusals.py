@@ -1,6 +1,8 @@
 """Every refusal names the argument and its value, and nothing has changed afterwards."""
 
 import math
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from gtracer import (
     TracerPenalty,
     linear_warmup,
 )
-from gtracer.curvature import gradient_magnitude, hutchinson
+from gtracer.curvature import gradient_magnitude, hutchinson, per_example
 from gtracer.experimental import Precondition, PreviousStep, Ridge
+from gtracer.optim import processes
 from gtracer.optim.refusals import check_capture
 from support.optimizers import every_optimiser, same, snapshot
 from support.problems import make, tanh_mlp
@@ -404,7 +407,7 @@ def test_a_closure_that_forgets_its_return_is_told():
     ("options", "message"),
     [
         ({}, "without the second pass: pass a closure"),
-        ({"engine": "exact"}, "makes its own passes, use step(closure)"),
+        ({"engine": "exact"}, "curvature=gradient_magnitude with engine=Exact() makes its own passes, use step("),
         ({"reuse": PreviousStep()}, "displaces the weights itself, step(closure)"),
     ],
     ids=["finite difference", "exact", "previous step"],
@@ -422,6 +425,33 @@ def test_a_step_alone_is_refused_but_of_zeros_which_only_makes_state(options, me
         opt.step()
     assert message in str(caught.value)
     assert torch.equal(first, torch.ones(2))
+
+
+def test_a_loop_that_draws_between_zero_grad_and_its_first_pass_is_told():
+    """Its second pass would have another dropout than the first."""
+    net, x = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1)), torch.ones(3, 2)
+    opt = SGDTracer(net.parameters(), lr=0.1, rho=0.1)
+    before = [p.detach().clone() for p in net.parameters()]
+    for draws in (1, 0):
+        opt.zero_grad()
+        torch.rand(draws)
+        net(x).square().mean().backward()
+        expected = pytest.raises(RuntimeError, match="drew other random numbers") if draws else nullcontext()
+        with expected, opt.perturbed():
+            net(x).square().mean().backward()
+        assert all(map(torch.equal, net.parameters(), before))
+    opt.step()
+    assert not any(map(torch.equal, net.parameters(), before))
+
+
+@pytest.mark.parametrize("curvature", [gradient_magnitude, per_example], ids=["gradient", "examples"])
+def test_the_exact_engine_averages_nothing_over_processes(monkeypatch, curvature):
+    monkeypatch.setattr(processes, "are_joined", lambda model: True)
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+    opt = SGDTracer(model.parameters(), rho=0.1, engine="exact", curvature=curvature, model=model)
+    with pytest.raises(RuntimeError, match=re.escape(f"with {opt.method.curvature} on several processes")) as caught:
+        opt.step(lambda: model(x).square().mean())
+    assert "penalty='each'" in str(caught.value)
 
 
 def test_an_estimator_that_looks_into_one_pass_takes_the_batch_whole():

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from gtracer.sharpness import SplitLoss, classification, measure
+from gtracer.sharpness.objective import Telling
 from support.dense import batches, matrices
 
 FEW = {"top": 1, "steps": 3, "probes": 2, "samples": 1, "ascent": 2, "progress": False}
@@ -252,6 +253,28 @@ def test_progress_rises_to_the_end(net, capsys):
     assert {"gradient", "eigenvalues of the hessian", "trace of the ggn", "m-sharpness"} <= {what for what, _ in told}
     measure(net, classification(net), batches(), **FEW | {"progress": True})
     assert capsys.readouterr().err == ""  # it is no terminal
+
+
+def test_progress_is_the_share_of_the_sweeps_that_were_planned():
+    """Of 5: two of one, of which one is made; one of two; and one that nobody had planned."""
+    told = []
+    telling = Telling(lambda what, share: told.append((what, share)))
+    telling.begin("alone", 1, 1.0)
+    telling.batch(1, 4)
+    telling = Telling(lambda what, share: told.append((what, share)))
+    telling.total = 5
+    telling.begin("a", 2, 1.0)
+    telling.batch(1, 2)
+    telling.swept()
+    telling.begin("b", 2, 2.0)
+    telling.batch(1, 4)
+    telling.swept()
+    telling.batch(1, 4)
+    telling.begin("c", 2, 1.0)
+    telling.swept()
+    telling.batch(1, 2)
+    telling.end()
+    assert told == [("alone", 0.25), ("a", 0.1), ("b", 0.5), ("b", 0.8), ("c", 1.0), ("done", 1.0)]
 
 
 # Refusals: one clear line each.

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from gtracer.lab.config import Config
 from gtracer.lab.results.record import NAME
-from gtracer.lab.sweeps.launchers.local import Event, Local, failure_of
+from gtracer.lab.sweeps.launchers.local import Local
 from gtracer.lab.sweeps.study import Study
 from gtracer.lab.training.trainer import train
 
@@ -23,17 +23,6 @@ STUDY = {
 
 
 TWO = Local(processes=2)
-
-
-class InThisProcess:
-    """In place of `Local`, where what is tested is not that processes are started."""
-
-    def __init__(self, processes=None, retries=0):
-        pass
-
-    def __call__(self, jobs):
-        for job in jobs:
-            yield Event(job.config, ended=True, failure=failure_of(job, []))
 
 
 def study(**changes) -> Study:

@@ -241,6 +241,11 @@ class Choice:
     numerator: Estimator
     average: Estimator
 
+    def __str__(self) -> str:
+        """As arguments; a function by its name, without its address."""
+        given = {"curvature": self.numerator} | ({} if self.average == self.numerator else {"average": self.average})
+        return ", ".join(f"{name}={getattr(value, '__name__', repr(value))}" for name, value in given.items())
+
     @property
     def is_default(self) -> bool:
         """Whether both are the gradient magnitude, which the gradient alone gives."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gtracer.curvature.layers import Layer, layer_at, path_of, vectorised_squares
 from gtracer.curvature.recording import INSTEAD, Call, Recording
-from gtracer.tensors import Tensors
+from gtracer.tensors import Tensors, is_sharded, leaves
 
 
 class Evaluation:
@@ -51,6 +51,7 @@ class Evaluation:
         slopes: dict[Tensor, Tensor | None] = dict(zip(direct, found[: len(direct)], strict=True))
         if inside:
             slopes |= self._examples_gradients(inside)
+        _check_reached(loss, params, [p for p in params if slopes.get(p) is None])
         self.params = [p for p in params if slopes.get(p) is not None]
         self.gradients: Tensors = [slope for p in self.params if (slope := slopes[p]) is not None]
 
@@ -186,6 +187,17 @@ class Shifts:
         finally:
             for layer, _, _ in self._layers:
                 layer.__dict__.pop("forward", None)
+
+
+def _check_reached(loss: Tensor, params: Tensors, without: Tensors) -> None:
+    """Refuse shards that have no gradient because the loss is computed from gathered copies of them."""
+    if sharded := [p for p in without if is_sharded(p)]:  # of a tensor-parallel model one may be out of use
+        copies = {x.shape for x in leaves(loss, besides=params)}
+        if any(p.shape in copies for p in sharded):
+            raise RuntimeError(
+                "the model is sharded by fully_shard, whose copies of the weights backward() alone can trace back: "
+                "use curvature=gradient_magnitude with engine='finite-difference'"
+            )
 
 
 def _moved(at: Layer, weights: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:

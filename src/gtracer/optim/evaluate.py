@@ -286,7 +286,7 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
                 around.signals.is_open = False
         if any(p.grad is not None for p in around.params):
             raise RuntimeError(
-                f"engine={method.engine!r} with curvature={method.curvature.numerator!r} differentiates the loss "
+                f"engine={method.engine!r} with {method.curvature} differentiates the loss "
                 "itself: let the closure return the loss without calling backward()"
             )
         checks.loss(loss, "step(closure)")

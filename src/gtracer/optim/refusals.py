@@ -144,7 +144,7 @@ def _is_empty(opt: TwoPassOptimizer) -> bool:
 
 def check_graph(method: TraceRatio, model: nn.Module | None, call: Call) -> None:
     """Refuse what a loss that is differentiated as it is cannot give."""
-    which = f"engine={method.engine!r} with curvature={method.curvature.numerator!r}"
+    which = f"engine={method.engine!r} with {method.curvature}"
     if call.parts is not None and not method.curvature.is_default:
         raise RuntimeError(
             f"batches with {method.curvature}, which looks into one pass over the whole batch: hand it over "
@@ -152,8 +152,8 @@ def check_graph(method: TraceRatio, model: nn.Module | None, call: Call) -> None
         )
     if processes.are_joined(model) and not call.each:
         raise RuntimeError(
-            f"{which} on several processes differentiates past DistributedDataParallel, which then averages "
-            "nothing: use penalty='each', or the finite difference of gradient_magnitude"
+            f"{which} on several processes differentiates past DistributedDataParallel and fully_shard, and nothing "
+            "is averaged: use penalty='each', or the finite difference of gradient_magnitude"
         )
     if call.scaler is not None:
         raise RuntimeError(

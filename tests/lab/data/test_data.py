@@ -119,6 +119,7 @@ class TestHoldout:
         n = len(data.load(config).train.labels)
         with pytest.raises(LabError, match=f"holdout = {share} keeps {n if held == 'all' else 0} of {n} training"):
             data.load(replace(config, holdout=share))
+        assert len(data.load(replace(config, holdout=1 / n)).holdout.labels) == 1
 
 
 @pytest.mark.parametrize("kind", ["vector", "image", "text"])

@@ -50,6 +50,15 @@ def test_every_mode_is_read(tmp_path, mode):
     assert opened(path, (5, 7), 3).shape == (3, 5, 7)
 
 
+def test_imagenet_s_numbers_are_those_of_everybody(tmp_path):
+    """Where pixels go from 0 to 1: as torchvision and transformers have them."""
+    pixels = numpy.random.default_rng(0).integers(0, 256, (224, 224, 3), dtype=numpy.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    expected = ((torch.from_numpy(pixels) / 255 - mean) / deviation).permute(2, 0, 1)
+    torch.testing.assert_close(Pictures.of_imagenet()(tmp_path / "a.png"), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_large_jpeg_is_decoded_at_no_more_than_it_takes(tmp_path):
     """And gives what the whole of it does, nearly."""
     smooth = Image.fromarray((RAMP * 255).astype(numpy.uint8)).resize((1600, 1200), Image.Resampling.BICUBIC)

@@ -294,6 +294,9 @@ def test_too_many_lines_are_each_methods_best(tmp_path):
     curves = next(picture for picture in figures.pictures(results) if picture.name == "epochs")
     assert [series.name for series in curves.series] == ["SGD", "SAM, ρ 2.0", "SGD-TRACER, ρ 0.006"]
     assert "each method's best" in curves.caption
+    small(tmp_path / "few")
+    results, _ = read(tmp_path / "few")
+    assert not any("each method's best" in picture.caption for picture in figures.pictures(results))
 
 
 def test_next_to_nothing_does_not_look_like_a_difference(tmp_path):
@@ -383,6 +386,15 @@ def test_command_line(tmp_path, capsys):
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
     assert "damaged" in page
     assert "format 99" in page
+
+
+def test_settings_with_seeds_of_their_own(tmp_path):
+    settings = {"clean": {}, "few": {"label_noise": 0.5, "seeds": 2}}
+    methods = {"SGD": {"optimizer": "sgd"}}
+    study = {"title": "t", "base": {"epochs": 2}, "seeds": 3, "settings": settings, "methods": methods}
+    fill(Study.from_mapping(study), tmp_path / "runs")
+    page = report.write(tmp_path / "runs", tmp_path / "report").read_text(encoding="utf-8")
+    assert all(fact in page for fact in ("2 settings", "up to 3 seeds", "5 of 5 runs finished"))
 
 
 def test_records_of_other_runs_are_counted(tmp_path):

@@ -224,6 +224,9 @@ def test_the_first_trial_is_what_was_found(tmp_path):
     engine = Landscape(peak)
     tune.tune(BASE, ranges, 8, 1, tmp_path, engine, QUIET, first=first)
     assert engine.made[0].rho == 0.002
+    evenly = [ranges[0].low * (ranges[0].high / ranges[0].low) ** place for place in (1 / 6, 3 / 6, 5 / 6)]
+    ratios = [config.rho / config.delta for config in engine.made]
+    assert sorted(ratios[1:4]) == pytest.approx(evenly, rel=0.01)  # with the first they are half of the trials
     assert all(0.002 / 3.01 <= c.rho <= 0.0201 for c in engine.made)
     again = Landscape(peak)
     tune.tune(BASE, ranges, 8, 1, tmp_path, again, QUIET, first=first)

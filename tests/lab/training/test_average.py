@@ -45,6 +45,27 @@ def test_it_is_torch_s_with_the_same_decay():
     assert all(torch.equal(value, live[name]) for name, value in model.state_dict().items())
 
 
+def test_it_goes_on_from_what_was_saved():
+    """With its count of steps, by which the first ones weigh more."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    whole, resumed = Average(model, 0.9), Average(model, 0.9)
+
+    def walk():
+        for p in model.parameters():
+            p.data += torch.randn_like(p)
+
+    walk()
+    whole.update()
+    resumed.load_state_dict(whole.state_dict())
+    for _ in range(2):
+        walk()
+        whole.update()
+        resumed.update()
+    assert whole.steps == resumed.steps == 3
+    assert all(map(torch.equal, whole.means, resumed.means))
+
+
 def test_what_is_evaluated_is_what_is_kept(tmp_path):
     config = replace(DIGITS, ema=0.95, optimizer="sgd")
     record = train(config, tmp_path / "ema", [], model=True)

@@ -30,6 +30,35 @@ def test_warm_up_of_learning_rate_and_rho(tmp_path):
     assert record.curves["rho"] == pytest.approx([0.01 * 7 / 18, 0.01 * 13 / 18, 0.01, 0.01])
 
 
+def test_a_warm_up_of_less_than_a_step_is_none():
+    for rho_warmup, factor in ((1e-6, 1.0), (0.5, 1 / 9)):
+        run = Run(replace(SMALL, rho_warmup=rho_warmup))
+        assert run.optimizer.param_groups[0]["rho"] == pytest.approx(factor * SMALL.rho)
+
+
+class Notes:
+    """What the steps say."""
+
+    def __init__(self):
+        self.steps = []
+
+    def step(self, run, loss):
+        stats = run.optimizer.stats
+        self.steps.append((loss, float(stats.trace_ratio), float(stats.penalty_ratio)))
+
+    def epoch(self, run, row):
+        pass
+
+
+def test_a_curve_is_the_mean_over_an_epoch_s_steps(tmp_path):
+    notes = Notes()
+    record = train(replace(SMALL, epochs=2), tmp_path, [notes])
+    epochs = torch.tensor(notes.steps, dtype=torch.float64).reshape(2, -1, 3).mean(1)
+    for name, means in zip(("train_loss", "trace_ratio", "penalty_ratio"), epochs.T, strict=True):
+        assert means.min() > 0
+        assert record.curves[name] == pytest.approx(means.tolist(), rel=1e-5), name
+
+
 def test_a_last_batch_of_one_goes_with_the_one_before_where_there_is_batch_norm(tmp_path):
     """1347 examples: two batches of 673 and one of one. Alone, and as it is captured, in each epoch."""
     config = replace(SMALL, batch_size=673, epochs=2)
