@@ -20,6 +20,7 @@ from gtracer import (
     joint_step,
 )
 from gtracer.optim.masters import REST, joined, split
+from gtracer.optim.refusals import check_capture
 from gtracer.tensors import displace_, norm
 from support.optimizers import every_optimiser
 
@@ -353,3 +354,48 @@ def test_what_is_refused_names_the_way_out(own, what):
     own = {"curvature": per_example} if "curvature" in own else own
     with pytest.raises(ValueError, match=f"torch.bfloat16.*{what}.*keep the weights in float32"):
         SGDTracer(network().parameters(), rho=0.1, **own, model=None if "implementation" in own else network())
+
+
+def test_a_state_that_was_made_in_bfloat16_is_widened():
+    """By Adagrad before its first step; and that of a plain optimiser, whose average would stand still."""
+    model = network()
+    opt = trained(Tracer(torch.optim.Adagrad(model.parameters(), lr=1e-3), **TRACER), model, range(1))
+    assert opt.state[model[0].weight]["sum"].dtype == torch.float32
+    plain = torch.optim.AdamW(model.parameters())
+    plain.zero_grad()
+    loss_of(model, 1)().backward()
+    plain.step()
+    wrapped = trained(Tracer(plain, **TRACER), model, range(1, 2))
+    loaded = OURS["adamw"](model.parameters(), **TRACER)
+    loaded.load_state_dict(plain.state_dict())
+    for opt in (wrapped, loaded):
+        assert opt.state[model[0].weight]["exp_avg_sq"].dtype == torch.float32
+
+
+def test_who_listens_to_gradients_goes_on_hearing_them():
+    """As DistributedDataParallel does, also after an update and a checkpoint."""
+    model, heard = network(), []
+    p = model[0].weight
+    listener = p.expand_as(p).grad_fn.next_functions[0][0]
+    listener.register_prehook(lambda gradients: heard.append(gradients[0].dtype))
+    opt = trained(OURS["sgd"](model.parameters(), **TRACER), model, range(2))
+    opt.load_state_dict(opt.state_dict())
+    trained(opt, model, range(2, 4))
+    assert heard == [torch.bfloat16] * 8
+
+
+def test_the_total_is_not_rounded_before_the_update():
+    """A penalty of a thousandth of the gradient is less than half of what lies between two numbers in bfloat16."""
+    model = network()
+    opt = OURS["sgd"](model.parameters(), rho=1e-5, delta=DELTA)
+    opt.step(loss_of(model, 0))
+    alone = slopes(network(), 0)
+    added = [p.grad - g for p, g in zip(model.parameters(), alone, strict=True)]
+    assert 0 < opt.stats.penalty_ratio < 2e-3
+    assert norm(added) / norm(alone) == pytest.approx(opt.stats.penalty_ratio, rel=1e-3)
+
+
+def test_it_cannot_be_captured():
+    opt = trained(OURS["sgd"]((model := network()).parameters(), **TRACER, nonfinite="ignore"), model, range(1))
+    with pytest.raises(RuntimeError, match="weights in bfloat16 .* keep them in float32"):
+        check_capture(opt)

@@ -26,7 +26,12 @@ def updated(step: Step, base: torch.optim.Optimizer) -> Iterator[None]:
     masters: dict[Tensor, Tensor] = {}
     for p in step.params:
         if p.dtype == torch.bfloat16:
-            rest = base.state.get(p, {}).get(REST)
+            own = base.state.get(p, {})
+            rest = own.get(REST)
+            if (
+                rest is None
+            ):  # what was made in bfloat16: in the optimiser's __init__ (Adagrad), or before it was wrapped
+                own.update({name: tensors.wide([x])[0] for name, x in own.items() if isinstance(x, Tensor)})
             # Not in p.data: autograd would forget who listens to p's gradients, as DistributedDataParallel does.
             masters[p] = nn.Parameter(p.detach().float() if rest is None else joined(p, rest))
             tensors.leave([masters[p]], tensors.wide([p.grad] if p.grad is not None else []))
