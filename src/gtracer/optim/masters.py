@@ -28,9 +28,8 @@ def updated(step: Step, base: torch.optim.Optimizer) -> Iterator[None]:
         if p.dtype == torch.bfloat16:
             own = base.state.get(p, {})
             rest = own.get(REST)
-            if (
-                rest is None
-            ):  # what was made in bfloat16: in the optimiser's __init__ (Adagrad), or before it was wrapped
+            if rest is None:
+                # Some of it was made in bfloat16: by Adagrad's __init__, or before the optimiser was wrapped.
                 own.update({name: tensors.wide([x])[0] for name, x in own.items() if isinstance(x, Tensor)})
             # Not in p.data: autograd would forget who listens to p's gradients, as DistributedDataParallel does.
             masters[p] = nn.Parameter(p.detach().float() if rest is None else joined(p, rest))
