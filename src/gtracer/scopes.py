@@ -20,10 +20,11 @@ from gtracer.tensors import Tensors
 
 
 @contextmanager
-def displaced(params: Tensors, displacement: Tensors) -> Iterator[None]:
+def displaced(params: Tensors, displacement: Tensors, seed: int = 0) -> Iterator[None]:
     """Add `displacement` to the weights inside; they come back bit for bit, whatever happens.
 
-    Restored from a copy: subtracting again would leave rounding behind and drift.
+    Restored from a copy: subtracting again would leave rounding behind and drift. Weights in bfloat16 are rounded by
+    chance, with the draws of `seed`.
 
     >>> w = torch.tensor([1.0])
     >>> with displaced([w], [torch.tensor([0.1])]):
@@ -35,7 +36,7 @@ def displaced(params: Tensors, displacement: Tensors) -> Iterator[None]:
     saved = tensors.clone(params)
     try:
         with torch.no_grad():
-            torch._foreach_add_(params, displacement)
+            tensors.displace_(params, displacement, seed)
         yield
     finally:
         with torch.no_grad():

@@ -142,6 +142,44 @@ def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
     return list(alike.values())
 
 
+def wide(xs: Tensors) -> Tensors:
+    """The same in float32, where they are of bfloat16: sums of those lose what is added.
+
+    >>> wide([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float64)])
+    [tensor([1.]), tensor([1.], dtype=torch.float64)]
+    """
+    return [x.float() if x.dtype == torch.bfloat16 else x for x in xs]
+
+
+def displace_(xs: Tensors, ys: Tensors, seed: int = 0) -> None:
+    """xs ← xs + ys; what is of bfloat16 is rounded up or down by chance, so that it is right on average.
+
+    To the nearest, all of a small y would be lost. The draws are those of `seed`, and nobody else's.
+    """
+    if all(x.dtype != torch.bfloat16 for x in xs):
+        torch._foreach_add_(xs, ys)
+        return
+    draws: dict[torch.device, torch.Generator] = {}
+    for x, y in zip(xs, ys, strict=True):
+        if x.dtype != torch.bfloat16:
+            x.add_(y)
+            continue
+        draw = draws.get(x.device) or draws.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
+        bits = (x.float() + y).view(torch.int32)
+        # It carries into the bits that stay as often as those that go are large.
+        bits += torch.randint(2**16, bits.shape, generator=draw, device=x.device, dtype=torch.int32)
+        bits &= -(2**16)
+        x.copy_(bits.view(torch.float32))
+
+
+def leave(params: Tensors, gradients: Tensors) -> None:
+    """Put gradients where optimisers look for them; those of weights in bfloat16 may be of float32."""
+    for p, gradient in zip(params, gradients, strict=True):
+        if p.dtype != gradient.dtype:
+            p.grad_dtype = None  # any
+        p.grad = gradient
+
+
 def kept(gradients: Tensors) -> Tensors:
     """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
     if not (distributed.is_available() and distributed.is_initialized()):

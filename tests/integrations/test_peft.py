@@ -7,7 +7,8 @@ from torch.nn.utils import parameters_to_vector
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from gtracer import AdamWTracer  # noqa: E402
+from gtracer import AdamWTracer, SGDTracer  # noqa: E402
+from gtracer.optim.masters import REST, joined  # noqa: E402
 from support.trainers import TRACER, Watched, bert, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,6 +39,25 @@ def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, name):
     torch.testing.assert_close(found, parameters_to_vector(params).detach(), rtol=1e-6, atol=1e-8)
     assert all(map(torch.equal, frozen, [p for p in model.parameters() if not p.requires_grad]))
     assert made.optimizer.optimizer.stats.penalty_ratio > 0
+
+
+def test_adapters_in_bfloat16():
+    """All of it in bfloat16, against the same numbers in float32; by SGD, since Adam blows small gradients' up."""
+    found = []
+    words, labels = torch.randint(40, (8, 6)), torch.arange(8) % 2
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(bert().bfloat16(), ADAPTERS["lora"](), autocast_adapter_dtype=False).to(dtype)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert {p.dtype for p in trained} == {dtype}
+        start = [p.detach().float().clone() for p in trained]
+        opt = SGDTracer(model.parameters(), lr=0.1, **TRACER)
+        for _ in range(5):
+            opt.step(lambda model=model: model(input_ids=words, labels=labels).loss)
+        assert opt.stats.penalty_ratio > 0
+        now = [joined(p, opt.state[p][REST]) if dtype == torch.bfloat16 else p.detach() for p in trained]
+        found.append(parameters_to_vector(now) - parameters_to_vector(start))
+    assert (found[0] - found[1]).norm() < 0.1 * found[1].norm()
 
 
 def test_a_frozen_base_in_bfloat16():

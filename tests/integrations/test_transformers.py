@@ -18,8 +18,9 @@ pytest.importorskip("accelerate")
 from torch.nn.utils import parameters_to_vector  # noqa: E402
 from transformers import Adafactor, Trainer  # noqa: E402
 
-from gtracer import SAM, AdamWTracer, FiniteDifference, SGDTracer, Tracer, TracerPenalty  # noqa: E402
+from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer, TracerPenalty  # noqa: E402
 from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
+from gtracer.optim.masters import REST, joined  # noqa: E402
 from support.trainers import LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,6 +74,51 @@ def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     assert made.state.global_step == 6 // accumulation
     torch.testing.assert_close(logged(made, "loss", "trace_ratio", "penalty_ratio"), stats, rtol=1e-4, atol=0)
+
+
+def checkpoint(kind):
+    """A model as transformers loads one today."""
+    if kind == "bert":
+        return bert().bfloat16()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(vocab_size=40, max_position_embeddings=LENGTH, pad_token_id=0, **sizes)
+    config.num_labels = 2
+    return transformers.LlamaForSequenceClassification(config).bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("own", [{"max_grad_norm": 0.5}, {"gradient_accumulation_steps": 3}], ids=["clip", "parts"])
+def test_a_checkpoint_in_bfloat16(tmp_path, kind, own):
+    """As far from the same numbers in float32 as bfloat16 computes; by SGD, since Adam blows small gradients' up."""
+    own = own | {"weight_decay": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    tracer = TRACER | {"rho": 1e-3}
+    _, made = trained(tmp_path, Watched, model=checkpoint(kind), words={"tracer": tracer}, **own)
+    opt = made.optimizer.optimizer
+    found = torch.cat([joined(p, opt.state[p][REST]).flatten() for p in made.model.parameters() if p in opt.state])
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    model, start, size = (
+        checkpoint(kind).float().train(),
+        checkpoint(kind).float(),
+        own.get("gradient_accumulation_steps", 1),
+    )
+    hand = Tracer(torch.optim.SGD(model.parameters(), lr=0.1), clip=Clip(norm=0.5) if size == 1 else None, **tracer)
+    for i in range(0, len(made.seen), size):
+        hand.step(lambda part: model(**part).loss, batches=[(part,) for part in made.seen[i : i + size]])
+    reached = [(p, q) for p, q in zip(model.parameters(), start.parameters(), strict=True) if p in hand.state]
+    expected, before = (torch.cat([pair[i].detach().flatten() for pair in reached]) for i in (0, 1))
+    assert (found - expected).norm() < 0.1 * (expected - before).norm()
+    assert opt.stats.penalty_ratio == pytest.approx(hand.stats.penalty_ratio, rel=0.3)
+
+
+def test_a_checkpoint_in_bfloat16_is_resumed_to_the_same_bits(tmp_path):
+    own = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0.5}
+    found, made = trained(tmp_path, model=checkpoint("llama"), **own)
+    resumed, again = trained(tmp_path / "2", model=checkpoint("llama"), resume=str(tmp_path / "checkpoint-2"), **own)
+    assert torch.equal(resumed, found)
+    ours, others = ([own[REST] for own in one.optimizer.state.values()] for one in (made, again))
+    assert all(map(torch.equal, ours, others))
+    assert made.optimizer.optimizer.stats.penalty_ratio > 0.01
 
 
 def test_the_numbers_in_the_log_are_those_of_the_definition(tmp_path):

@@ -50,6 +50,27 @@ def test_the_penalty_is_that_of_the_global_batch(name, views):
     agree(together(ddp, name, {}, {}, views), alone(name))
 
 
+def ddp_in_bfloat16(rank, parts):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16())
+    opt = OPTIMIZERS["SGDTracer"](model.parameters(), model=model)
+    for x, y in batches():
+        x, y = x[half(rank)].bfloat16(), y[half(rank)]
+        given = {"batches": list(zip(x.split(parts), y.split(parts), strict=True))} if parts else {}
+        opt.step(lambda x, y: cross_entropy(model(x).float(), y), *(() if parts else (x, y)), **given)
+    return flat(model.parameters()).float()
+
+
+@pytest.mark.parametrize("parts", [0, 2])
+def test_weights_in_bfloat16(parts):
+    """The same on both processes, and near those of one in float32."""
+    first, second = together(ddp_in_bfloat16, parts)
+    assert torch.equal(first, second)
+    expected, _ = alone("SGDTracer")
+    start = flat(network().parameters())
+    assert (first - expected).norm() < 0.05 * (expected - start).norm()
+
+
 def test_both_displaced_gradients_are_kept_apart_in_buckets():
     central = {"engine": FiniteDifference(central=True)}
     agree(together(ddp, "SGDTracer", central, {}, True), alone("SGDTracer", **central))

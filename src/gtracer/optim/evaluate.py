@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from gtracer.optim import processes, refusals
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.others import PooledGradients, differentiate, in_model, put_aside, put_back
 from gtracer.optim.parts import Parts, shared
-from gtracer.optim.step import Place
+from gtracer.optim.step import COUNT, Place
 from gtracer.optim.watch import Probe, Watch
 from gtracer.scopes import (
     Buffers,
@@ -101,6 +101,7 @@ class Surroundings:
     watch: Watch | None = None  # of gradients in the caller's hands, in the first steps
     probe: Probe | None = None  # of gradients that the caller has accumulated before
     aside: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients of theirs, during a pass
+    seed: int = 0  # by which displaced weights in bfloat16 are rounded: another one in every step
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -117,6 +118,7 @@ def surroundings_of(
     caller, due = opt._caller, opt.second_pass_due
     start = RandomState(devices, others=due and caller.draws is not False) if begins else caller.loop.mark
     around = Surroundings(params, devices, opt.model, opt._copies, start, begins, signals, [caller.loop])
+    around.seed = opt.param_groups[0][COUNT]
     if several or due:  # a step of one pass leaves others what it should
         around.seeks = caller.others.sought
         if opt.model is not None:
@@ -172,7 +174,9 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
     around.seeks = False
     if around.others:
         put_aside(around, around.others)
-    scope = nullcontext() if place is None else displaced(params, place) if isinstance(place, list | tuple) else place
+    scope: AbstractContextManager[None] = nullcontext()
+    if place is not None:
+        scope = displaced(params, place, around.seed) if isinstance(place, list | tuple) else place
     statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
     with scope, replayed_random(around.random, around.devices) as around.drawn:
         if isinstance(place, list):
@@ -191,7 +195,7 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
 def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
     """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
     # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    gradients = tensors.wide([torch.zeros_like(p) if p.grad is None else p.grad for p in params])
     return tensors.kept(gradients) if keep else gradients
 
 
@@ -244,9 +248,9 @@ def pass_in_parts(
         for share, part in parts:
             with statistics.part(share), pooled.part(share):
                 loss = one_pass(partial(closure, *part), around, scaler)
-            for p in around.params:
-                if p.grad is not None:
-                    mean[p] = share * p.grad + mean.get(p, 0)
+            reached = [p for p in around.params if p.grad is not None]
+            for p, g in zip(reached, tensors.wide([p.grad for p in reached if p.grad is not None]), strict=True):
+                mean[p] = share * g + mean.get(p, 0)
             note(share)
             known = isinstance(loss, Tensor)
             total = share * loss.detach() + (0 if total is None else total) if known else loss
@@ -256,8 +260,8 @@ def pass_in_parts(
         joined, _ = processes.mean({p: [g] for p, g in mean.items()}, around.params, processes.group_of(around.model))
         mean = {p: gradient for p, (gradient,) in joined.items()}
         processes.as_first(around.model)
-    for p in around.params:
-        p.grad = mean.get(p)
+    around.clear()
+    tensors.leave(list(mean), list(mean.values()))
     return total
 
 

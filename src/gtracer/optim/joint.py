@@ -169,6 +169,7 @@ class Team:
         copies = Copies() if len(models) > 1 else self.lead._copies
         loops = [opt._caller.loop for opt in self.optimizers]
         around = Surroundings(params, devices, model, copies, start, begins, signals, loops, seeks=begins)
+        around.seed = self.lead.steps
         if model is not None:
             around.others = others.in_model(model, params)
             around.in_model = len(around.others)

@@ -140,7 +140,7 @@ class TraceRatio:
         ratio: Tensor | None = None
         u: list[Tensor] = []
         for part in step.slices:
-            g = part.gradients if step.evaluation is None else [x.detach() for x in part.gradients]
+            g = part.gradients if step.evaluation is None else tensors.wide([x.detach() for x in part.gradients])
             rho = torch.tensor(part.signed_rho, dtype=g[0].dtype) if self.compile else part.signed_rho
             here, T = self.run(aimed)(g, *self.damped(step, rule, part), rho)
             ratio = T if ratio is None else ratio + T.to(ratio.device)
@@ -170,7 +170,7 @@ class TraceRatio:
         weights: list[Tensor] = []
         for part in step.slices:
             weight = tensors.inverse(*self.damped(step, rule, part))
-            here = tensors.dot([F[p].detach() for p in part.params], weight)
+            here = tensors.dot(tensors.wide([F[p].detach() for p in part.params]), weight)
             ratio = here if ratio is None else ratio + here.to(ratio.device)
             weights += torch._foreach_mul(weight, part.signed_rho)
         step.trace_ratio = ratio
@@ -195,7 +195,7 @@ def note_curvature(step: Step, measured: dict[Tensor, Tensor]) -> None:
     """Let f follow this instead of the squared gradient."""
     for part in step.slices:
         # A Hessian's diagonal may be negative, f must not be.
-        part.curvature = torch._foreach_abs([measured[p].detach() for p in part.params])
+        part.curvature = torch._foreach_abs(tensors.wide([measured[p].detach() for p in part.params]))
 
 
 @dataclass(frozen=True)

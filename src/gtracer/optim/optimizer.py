@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gtracer import checks, tensors
-from gtracer.optim import directions, executors, groups, loops, posterior, processes, refusals
+from gtracer.optim import directions, executors, groups, loops, masters, posterior, processes, refusals
 from gtracer.optim.auto import IS_AUTO, Controller, look_at_held_out_data, place_of
 from gtracer.optim.caller import Caller
 from gtracer.optim.evaluate import (
@@ -412,6 +412,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if params := used(group, self.method):
                 gradients = tensors.kept([p.grad for p in params if p.grad is not None])
+                if found.evaluation is None:  # else they have a graph, which is in bfloat16
+                    gradients = tensors.wide(gradients)
                 F = None if start is None else [start[p] for p in params]
                 slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
         returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
@@ -449,7 +451,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 transform(step, partial(self._damped, step))
             if is_capturing():
                 refusals.check_capture_of_lr(self.base)
-            self.rule.update(step)
+            narrow = any(p.dtype == torch.bfloat16 for p in step.params)
+            with masters.updated(step, self.base) if narrow else nullcontext():
+                self.rule.update(step)
             for note in step.after:
                 note(step)
         if self.stats is not None:
@@ -568,6 +572,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.rule.check_checkpoint(state_dict)
         plain = not any(COUNT in group for group in state_dict["param_groups"])
         super().load_state_dict(state_dict)
+        masters.load(self, state_dict)
         trained = any(self.rule.is_trained(p) for p in self.state)
         if plain and self.state and self.rule.keeps_average and not trained:
             warnings.warn(

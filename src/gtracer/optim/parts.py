@@ -108,7 +108,7 @@ class Pool:
         measured = [F for part in step.slices for F in part.measured]
         penalty: list[Tensor | None] = [None] * len(step.params) if step.penalty is None else [*step.penalty]
         for p, g, change, F in zip(step.params, step.gradients, penalty, measured, strict=True):
-            mean = self._means.setdefault(p, Means(*(torch.zeros_like(p) for _ in range(3))))
+            mean = self._means.setdefault(p, Means(*(torch.zeros_like(g) for _ in range(3))))
             mean.gradient.add_(g, alpha=share)
             mean.curvature.add_(F, alpha=share)
             if change is not None:

@@ -64,12 +64,31 @@ def check_parameter(method: Method, label: str, p: Tensor) -> None:
         )
     if exact and p.dtype == torch.float16:
         raise ValueError(f"{label} is {p.dtype}, in which squared gradients underflow: use float32 or bfloat16")
-    if not exact and p.is_floating_point() and torch.finfo(p.dtype).bits < 32:
+    if p.dtype == torch.bfloat16 and (why := _why_not_bfloat16(method, p)):
+        raise ValueError(f"{label} is {p.dtype}, and {why}")
+    if p.is_floating_point() and p.dtype != torch.bfloat16 and torch.finfo(p.dtype).bits < 32:
         raise ValueError(
-            f"{label} is {p.dtype}, whose rounding swallows the displacement of the second pass: keep the weights "
-            "in float32 and let torch.autocast compute in low precision (transformers loads a checkpoint as it is: "
-            "from_pretrained(…, dtype=torch.float32), and bf16=True in the TrainingArguments)"
+            f"{label} is {p.dtype}, whose rounding swallows the displacement of the second pass: let the weights be "
+            "torch.bfloat16, or float32 with torch.autocast (transformers: from_pretrained(…, dtype=torch.bfloat16))"
         )
+
+
+def _why_not_bfloat16(method: Method, p: Tensor) -> str | None:
+    """Why a step cannot be made of such a weight, and what to do; None where it can."""
+    wider = "or keep the weights in float32 and compute under torch.autocast"
+    if tensors.is_sharded(p):
+        return (
+            "sharded (DTensor): shard float32 weights, with MixedPrecisionPolicy(param_dtype=torch.bfloat16) for passes"
+        )
+    if not isinstance(method, TraceRatio):
+        return None
+    if method.compile:
+        return f"implementation = 'compiled' keeps no copy of the weights to put back: use 'auto', {wider}"
+    if method.scale_free:
+        return f"scale_free = True measures the lengths of rows, which are coarse there: leave it out, {wider}"
+    if method.needs_closure and not method.engine.is_exact:
+        return f"{method.needs_closure}: use engine='exact', {wider}"
+    return None
 
 
 def check_scope(opt: TwoPassOptimizer, scaler: torch.amp.GradScaler | None) -> None:
@@ -172,10 +191,15 @@ def check_capture(opt: TwoPassOptimizer) -> None:
         f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.phases % opt.interval > 0,
         f"nonfinite = {opt.nonfinite!r} looks at the numbers, set it to 'ignore'": opt.nonfinite != "ignore",
         "rho = 'auto' moves ρ outside of the graph, call prepare_capture() first": opt.sets_rho and opt._place is None,
+        "weights in bfloat16 are rounded by other draws in each step, keep them in float32": _are_narrow(opt),
         f"{type(opt).__name__} counts steps outside of the graph, pass capturable=True": not opt.rule.is_capturable,
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise RuntimeError(f"step() cannot be captured as a CUDA graph: {'; '.join(found)}")
+
+
+def _are_narrow(opt: TwoPassOptimizer) -> bool:
+    return any(p.dtype == torch.bfloat16 for p in opt._params() if p.requires_grad)
 
 
 def check_capture_of_lr(base: torch.optim.Optimizer) -> None:

@@ -43,7 +43,10 @@ class Slice:
     @property
     def measured(self) -> Tensors:
         """F for the average f."""
-        return torch._foreach_mul(self.gradients, self.gradients) if self.curvature is None else self.curvature
+        if self.curvature is not None:
+            return self.curvature
+        gradients = tensors.wide(self.gradients)
+        return torch._foreach_mul(gradients, gradients)
 
     @property
     def signed_rho(self) -> float:
@@ -109,14 +112,13 @@ class Step:
 
     @total.setter
     def total(self, total: Tensors) -> None:
-        for p, gradient in zip(self.params, total, strict=True):
-            p.grad = gradient
+        tensors.leave(self.params, total)
 
     def drop_graph(self) -> None:
         """The engine may need the gradients' graph, nobody after it does."""
         self.evaluation = None
         for part in self.slices:
-            part.gradients = [g.detach() for g in part.gradients]
+            part.gradients = tensors.wide([g.detach() for g in part.gradients])
 
     def drop_parameters_without_gradient(self) -> None:
         """Leave out what the caller has taken the gradient of since, as torch's optimisers do."""
@@ -188,7 +190,7 @@ def combine(step: Step) -> None:
     params, gradients = step.params, step.gradients
     total, norms = gradients, [tensors.norm(gradients)]
     if step.penalty is not None:
-        total, step.penalty = step.penalty, None
+        total, step.penalty = tensors.wide(step.penalty), None
         size = tensors.norm(total)
         own = step.factor if step.renewed else None
         if (factor := scale_of(own, step.most, norms[0], size)) is not None:
@@ -197,6 +199,5 @@ def combine(step: Step) -> None:
         norms.append(size)
         torch._foreach_add_(total, gradients)
         norms.append(tensors.norm(total))
-    for p, gradient in zip(params, total, strict=True):
-        p.grad = gradient
+    tensors.leave(params, total)
     step.stats = Stats(step.loss, step.trace_ratio, *norms)
