@@ -142,6 +142,10 @@ class Run:
         parts = [(part.to(self.device), batch.width(part)) for part in torch.split(mine, size)]
         return EvaluationData(batch, parts, split.labels[rows].to(self.device), split.truth[rows].to(self.device))
 
+    def part(self) -> None:
+        """Let go of the other processes before they part: torch may wait for ever where a model holds them longest."""
+        self.trained = self.model
+
     @property
     def steps(self) -> int:
         """Made so far."""

@@ -53,6 +53,7 @@ def train(
         if found is not None and found.finished:
             return found
         steps = Eager(Run(config, processes, task))
+        lock.callback(steps.run.part)
         record = begun(steps, folder, found)
         with stop_on_interrupt() as stopped, closing(fit(steps, record, folder, model=model)) as progress:
             for news in progress:
