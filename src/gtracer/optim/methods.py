@@ -181,7 +181,7 @@ class TraceRatio:
         if isinstance(self.engine, Exact):
             return differentiated(params, [F[p] for p in params], weights)
         # mean_i ‖u_i‖² with u_i = weights ∘ g_i
-        length = tensors.dot([F[p] for p in params], torch._foreach_mul(weights, weights)).sqrt()
+        length = tensors.dot(tensors.wide([F[p] for p in params]), torch._foreach_mul(weights, weights)).sqrt()
         shifts = at.shifts(dict(zip(params, weights, strict=True)))
         return example_difference(step.gradients, shifts, length, radius=self.radius, central=self.central)
 
