@@ -41,6 +41,16 @@ def test_rho_rises_sooner_and_alone_as_in_parallel(tmp_path):
     assert Run(replace(NOISY, rho=0.01)).optimizer.held_out is None
 
 
+def test_few_examples_are_not_looked_at(tmp_path):
+    """Of 27 rows one is held out: batch norm would refuse it, and what it says would be chance."""
+    config = replace(NOISY, train_share=0.02, holdout=0.05, batch_size=4, label_noise=0.0, epochs=3)
+    record = train(config, tmp_path, [])
+    assert record.resolved["holdout_examples"] == 1
+    assert len(record.curves["rho"]) == 3  # of six or seven steps each: it would have looked
+    assert Run(replace(NOISY, holdout=50 / 1347)).optimizer.held_out is not None
+    assert Run(replace(NOISY, holdout=40 / 1347)).optimizer.held_out is None
+
+
 def test_a_run_that_is_cut_goes_on_to_the_same_numbers(tmp_path):
     whole = train(replace(NOISY, epochs=4), tmp_path / "whole", [])
     from support.runs import StopAfter

@@ -12,6 +12,8 @@ from gtracer.lab.data.task import Split
 if TYPE_CHECKING:
     from gtracer.lab.training.run import Run
 
+FEWEST = 50  # examples; the loss of fewer says little, and batch norm takes none of one
+
 
 class HeldOut:
     """Gives the loss of one batch of them, in training mode and augmented as those that are trained on are.

@@ -26,7 +26,7 @@ from gtracer.lab.training import optimizers
 from gtracer.lab.training.average import Average
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import ProcessGroup
-from gtracer.lab.training.held_out import HeldOut
+from gtracer.lab.training.held_out import FEWEST, HeldOut
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
@@ -120,8 +120,9 @@ class Run:
         self.steps_an_epoch = len(self.sizes)
         if isinstance(self.optimizer, TwoPassOptimizer):
             self.optimizer.steps_per_epoch = self.steps_an_epoch
-            if task.holdout is not None and self.optimizer.sets_rho:
-                self.optimizer.held_out = HeldOut(self, task.holdout, self.optimizer.held_out_every, count)
+            held_out = task.holdout
+            if held_out is not None and len(held_out.labels) >= FEWEST and self.optimizer.sets_rho:
+                self.optimizer.held_out = HeldOut(self, held_out, self.optimizer.held_out_every, count)
         total = self.steps_an_epoch * config.epochs
         factor = learning_rate_factor(config.schedule, round(config.warmup * total), total)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
