@@ -216,6 +216,44 @@ def test_what_is_no_number_is_found_on_the_device(cls, nonfinite, bad, first, fi
     assert torch.isfinite(model[0].weight).all()
 
 
+def test_the_last_step_is_told_of_after_the_first_pass(monkeypatch):
+    """Where its verdict is still on its way when the next step begins: the device has that pass to do meanwhile."""
+
+    class OnItsWay:
+        is_there = is_healthy = False
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(DEVICE)
+    opt, passes = SGDTracer(model.parameters(), 0.1, rho=0.01, model=model, **FUSED), []
+
+    def closure():
+        passes.append(1)
+        return model(torch.ones(4, 3, device=DEVICE)).square().mean()
+
+    opt.step(closure)
+    weights, state = model.weight.clone(), opt.state[model.weight]["f"].clone()
+    opt._fusion.verdicts = [OnItsWay()]
+    passes.clear()
+    with pytest.raises(NonFiniteError, match="in the last step"):
+        opt.step(closure)
+    assert len(passes) == 1
+    assert torch.equal(model.weight, weights)
+    assert torch.equal(opt.state[model.weight]["f"], state)
+    assert opt.steps == 0  # the one that was not made is not counted
+
+
+def test_a_gradient_that_is_not_healthy_does_not_replace_the_one_before():
+    w, g = torch.zeros(40, device=DEVICE), torch.arange(40.0, device=DEVICE)
+    before = [torch.ones(14, device=DEVICE)]
+    given = {"state": {}, "rho": 1.0, "delta": 1.0, "betas": (0.9, 0.9), "lr": 0.1, "decay": 0.0}
+    part = triton_kernels.Launched([w], [g], None, [torch.ones_like(w)], **given)
+    sums = part.agree_(before, 3, torch.zeros((), device=DEVICE))
+    assert sums.tolist() == [g[::3].sum(), g[::3].square().sum(), 14]
+    assert torch.equal(before[0], torch.ones(14, device=DEVICE))
+    part.agree_(before, 3, torch.ones((), device=DEVICE))
+    assert torch.equal(before[0], g[::3])
+
+
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 def test_addresses_that_come_as_arguments(cls, finished, monkeypatch):
     """As in a capture; one is made, on a GPU, in test_training_on_gpu.py."""
