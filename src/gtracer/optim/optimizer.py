@@ -174,7 +174,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     @property
     def held_out_every(self) -> int:
         """Steps from one look at held-out data to the next."""
-        return 0 if self.controller is None else self.controller.every
+        return 0 if self.controller is None else self.controller.looks_every
 
     @property
     def looks_at_held_out(self) -> bool:
