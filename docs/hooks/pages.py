@@ -11,6 +11,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"development/contributing.md": "CONTRIBUTING.md", "development/changes.md": "CHANGELOG.md"}
+ROW, ERROR = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"(?<=\d) ± (?=\d)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -53,6 +54,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
         return f"`{name}`" if text.strip("`") == name else f"{text} (`{name}`)"
 
     markdown = LINK.sub(link, markdown)
+    markdown = ROW.sub(lambda row: ERROR.sub("\u00a0±\u00a0", row[0]), markdown)  # a number and its error on one line
     for name in dict.fromkeys(shown):
         markdown += f"\n\n## {name} {{ #{_slug(name)} }}\n\n```python\n{(ROOT / name).read_text()}```\n"
     return markdown
