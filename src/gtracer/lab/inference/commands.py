@@ -128,7 +128,7 @@ def _add_sharpness(commands: Any) -> None:
         "models",
         nargs="+",
         metavar="RUN",
-        help="folder that gtracer train wrote to, or MODULE:FUNCTION returning a model, its loss of a batch, and batches",
+        help="folder that gtracer train wrote to, or MODULE:FUNCTION that returns model, loss of a batch, batches",
     )
     command.add_argument(
         "--last", action="store_true", help="the last epoch's weights (default: the best by held-out data)"
