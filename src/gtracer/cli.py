@@ -76,7 +76,7 @@ def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train one model and write its record",
-        description="Train one model with one optimiser, and write its record. Until it ends there is a checkpoint too.",
+        description="Train one model with one optimiser, and write its record. Until it ends it has a checkpoint too.",
         epilog="example: gtracer train --task digits --label-noise 0.5 --optimizer sgd-tracer --rho 0.012 --seed 1",
     )
     train.add_argument(
