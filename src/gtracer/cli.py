@@ -268,7 +268,7 @@ def _add_bench(commands: Any) -> None:
     choices = ["estimators", "throughput", "steps", "scaling", "loading"]
     renamed = _renamed({"side-by-side": "throughput", "sizes": "scaling"})
     bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
-    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m"
+    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, cnn, transformer, wrn-28-10 or encoder-110m"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
     bench.add_argument("--batch-size", type=at_least_one, default=128, metavar="N", help="examples a step")
     bench.add_argument(
@@ -277,6 +277,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
     bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="throughput")
     bench.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
+    only = "steps: these rows and those that they are compared with, by the names in the table"
+    bench.add_argument("--rows", nargs="+", default=[], metavar="NAME", help=only)
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     bench.set_defaults(run=_bench)
@@ -497,7 +499,7 @@ def _bench(chosen: argparse.Namespace) -> None:
         common.pop("model")
         scaling.scaling(**common, precision=chosen.precision, console=Console())
     elif chosen.what == "steps":
-        optimizers.steps(**common, precision=chosen.precision, console=Console())
+        optimizers.steps(**common, precision=chosen.precision, names=chosen.rows, console=Console())
     else:
         throughput.throughput(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
 
