@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 OUTSIDE = {"development/contributing.md": "CONTRIBUTING.md", "development/changes.md": "CHANGELOG.md"}
 ROW, ERROR = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"(?<=\d) ± (?=\d)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+CODE, OPTION = re.compile(r"<code>[^<]*</code>"), re.compile(r"(?<![\w-])--[\w-]+")
 
 
 def on_config(config: Any) -> Any:
@@ -58,6 +59,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     for name in dict.fromkeys(shown):
         markdown += f"\n\n## {name} {{ #{_slug(name)} }}\n\n```python\n{(ROOT / name).read_text()}```\n"
     return markdown
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Options of the command line are not broken after their dashes."""
+    return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def _moved(link: re.Match[str], place: str) -> str:

@@ -173,6 +173,13 @@ def test_a_number_and_its_error_stay_on_one_line(hook):
     assert made == "| 1.0\u00a0±\u00a00.2 | **3.0\u00a0±\u00a00.4** |\n\n    1.0 ± 0.2"
 
 
+def test_an_option_is_not_broken(hook):
+    """In code within a line; nothing else is touched."""
+    made = hook("pages").on_page_content("<p>--a</p> <code>x --label-noise 0.5</code> <code>a-b</code>")
+    option = '<span class="option">--label-noise</span>'
+    assert made == f"<p>--a</p> <code>x {option} 0.5</code> <code>a-b</code>"
+
+
 @pytest.mark.parametrize("version", [None, "0.1"])
 def test_the_menu_of_versions_is_there_where_mike_makes_it(hook, monkeypatch, version):
     """Elsewhere the browser would ask for a list that is not there."""
