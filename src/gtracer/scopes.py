@@ -76,9 +76,9 @@ skips: ContextVar[bool] = ContextVar("skips", default=False)
 
 
 def second_pass() -> bool:
-    """Whether the code that asks is run in a further pass over the same batch, at displaced weights.
+    """Whether the calling code runs in a second pass over the same batch, at displaced weights.
 
-    What is counted or logged once for each batch asks this first: a metric, the tokens seen, `self.log`.
+    Ask it before anything that counts or logs once per batch: a metric, the tokens seen, `self.log`.
 
     >>> second_pass()
     False

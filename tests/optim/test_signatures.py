@@ -190,7 +190,7 @@ def test_a_type_checker_sees_wrong_calls(tmp_path):
 def test_help_is_readable(capsys):
     help(SGDTracer)
     printed = capsys.readouterr().out
-    for line in ("rho: ρ, strength of the penalty", "interval: Make the second pass", 'implementation: `"auto"`'):
+    for line in ("rho: ρ, strength of the penalty", "interval: Number of steps", 'implementation: `"auto"`'):
         assert line in printed
     assert textwrap.dedent(SGDTracer.__doc__ or "").count("Args:") == 1
     assert Clip(norm=1.0).norm == 1.0

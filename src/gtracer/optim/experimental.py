@@ -34,10 +34,10 @@ AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
 class PartialBatch:
     """A finite difference whose second pass sees a share of the batch: ρ∇T ≈ 2 H_share u, with the whole batch's u.
 
-    Hand the batch to the step, `opt.step(closure, x, y)`: it is cut there.
+    Pass the batch to the step, `opt.step(closure, x, y)`, which cuts it.
 
     Attributes:
-        share: Of the batch, its first examples.
+        share: Share of the batch, its first examples.
         radius, central: As for `FiniteDifference`.
     """
 
@@ -92,7 +92,7 @@ def cut(batch: tuple[Any, ...], share: float) -> Parts:
 
 @dataclass(frozen=True)
 class PreviousStep:
-    """One pass in all, at w + 2u with u = ρ∇L/(f + δ) of the step before: ∇L(w + 2u) ≈ ∇L + 2Hu = ∇L + ρ∇T."""
+    """One pass in all, at w + 2u with u = ρ∇L/(f + δ) of the previous step: ∇L(w + 2u) ≈ ∇L + 2Hu = ∇L + ρ∇T."""
 
     always = True
 

@@ -49,7 +49,7 @@ def joint_step(
     batches: Sequence[Any] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
-    """One step of several optimisers over one model, by the same passes; returns the plain loss at the old weights.
+    """Make one step of several optimisers over one model, with shared passes; return the plain loss at the old weights.
 
     Args:
         optimizers: Of disjoint parameters, with one engine: all TRACER's or all SAM's. ρ, δ, learning rates, updates
@@ -104,7 +104,7 @@ def joint_perturbed(
     *,
     loss: Tensor | None = None,
 ) -> Iterator[None]:
-    """The second pass of several optimisers over one model, in loops that cannot hand over a closure.
+    """Displace the weights of several optimisers over one model for the second pass, in loops without a closure.
 
         loss_of(batch).backward()
         with gtracer.joint_perturbed([body, head]):

@@ -52,7 +52,7 @@ FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can
 
 
 class TwoPassOptimizer(torch.optim.Optimizer):
-    """A torch optimiser that is fed gradients corrected by gradients at displaced weights.
+    """A torch optimiser whose gradients are corrected by gradients at displaced weights.
 
     It shares `param_groups` and `state` with the optimiser it wraps, so learning-rate schedulers, `state_dict` and
     checkpoints see one optimiser.
@@ -61,12 +61,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         defaults: What this scheme adds to every parameter group.
         method: What is added to the gradient.
         rule: Makes the update; its base is the optimiser that is wrapped.
-        transforms: What is done to the total before the update.
-        interval: Make the displaced pass only every so many steps.
-        reuse: What is used in the steps between.
+        transforms: Changes to the total before the update.
+        interval: Number of steps from one displaced pass to the next.
+        reuse: The penalty in the steps between.
         controller: Sets ρ of the groups whose ρ is "auto".
-        model: Where batch-norm statistics and other buffers live. With it, a displaced pass leaves them alone.
-        nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`; `"skip"` the step; `"ignore"`.
+        model: If given, a displaced pass leaves its batch-norm statistics and other buffers unchanged.
+        nonfinite: What to do if the loss or a gradient is NaN or infinite: `"raise"`, `"skip"` or `"ignore"`.
         implementation: `"auto"`, `"foreach"`, `"compiled"` or `"fused"`.
     """
 
@@ -124,12 +124,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     # What everybody may ask.
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What this scheme keeps in a group (`rho` and so on), by its plain name."""
+        """gtracer's hyper-parameters of a group (`rho` and so on), by their plain names."""
         return {name: group[key] for name, key in self._keys.items()}
 
     @property
     def second_pass_due(self) -> bool:
-        """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
+        """Whether this step makes a displaced pass: some ρ is above 0, and `interval` says so."""
         if self.reuse is not None and self.reuse.always:
             return False
         penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
@@ -137,7 +137,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps have been made; the replays of a CUDA graph are not counted, but can be told."""
+        """Number of steps made. Replays of a CUDA graph are not counted; set it after them."""
         count: int = self.param_groups[0][COUNT]
         return count
 
@@ -150,7 +150,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps until an example comes back, where that was said; may be set by whoever comes to know it."""
+        """Number of steps in an epoch, or None if not given. It can be set later."""
         return None if self.controller is None else self.controller.steps_per_epoch
 
     @steps_per_epoch.setter
@@ -162,7 +162,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def held_out(self) -> Callable[[], Tensor] | None:
-        """Gives the loss of a held-out batch, for a ρ that sets itself; may be set before the first step."""
+        """For `rho="auto"`: returns the loss of a held-out batch. It can be set before the first step."""
         return None if self.controller is None else self.controller.held_out
 
     @held_out.setter
@@ -173,32 +173,32 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def held_out_every(self) -> int:
-        """Steps from one look at held-out data to the next."""
+        """Number of steps from one held-out loss to the next."""
         return 0 if self.controller is None else self.controller.looks_every
 
     @property
     def looks_at_held_out(self) -> bool:
-        """Whether the next step does."""
+        """Whether the next step computes the held-out loss."""
         return self.controller is not None and self.sets_rho and self.controller.wants_held_out(self.steps)
 
     @property
     def is_mid_step(self) -> bool:
-        """Whether a step is under way: inside of its passes, or between `perturbed()` and `step()`."""
+        """Whether a step has begun and not ended: in its passes, or between `perturbed()` and `step()`."""
         loop = self._caller.loop
         return loop.busy or loop.pending is not None
 
     @property
     def notes(self) -> tuple[object, ...]:
-        """What is known outside of the state, in objects that change."""
+        """Mutable objects outside of the state that a step changes."""
         return self._fusion, self._caller, self._caller.clipping, self._caller.losses, self._caller.others
 
     def prepare_capture(self) -> None:
         """Allow steps to be captured as CUDA graphs, one graph for each of `phases` steps.
 
-        These are the `interval` between two penalties, and with `held_out=` a multiple, in which it is looked at.
+        `phases` is the `interval`, or with `held_out=` a multiple of it that contains one held-out loss.
 
-        From then on no step looks whether its numbers are finite: whoever replays has to. A ρ that sets itself lives on
-        the device, where `rho_of` reads it; the groups hold the number that is multiplied there.
+        From then on no step checks that its numbers are finite; the code that replays the graphs has to. With
+        `rho="auto"`, ρ is on the device and `rho_of` reads it; the groups hold a factor of it.
         """
         looks = self.held_out is not None and self.sets_rho
         self.nonfinite, self.phases = "ignore", math.lcm(self.interval, self.held_out_every if looks else 1)
@@ -210,7 +210,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             groups.rest_on_device(self)
 
     def rho_of(self, group: dict[str, Any]) -> float:
-        """ρ of a group, as now in force; it waits for the device where ρ lives there."""
+        """The current ρ of a group. It waits for the device if ρ is on it."""
         if self._place is None or self.controller is None or not group.get(IS_AUTO):
             rho: float = group[self.rho_key]
             return rho
@@ -224,12 +224,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def clip(self) -> Transform | None:
-        """The bounds for the gradient of the update, if there are any."""
+        """The limits for the gradient of the update, if any."""
         return next((x for x in self.transforms if isinstance(x, Clip)), None)
 
     @property
     def implementation_used(self) -> str:
-        """What makes the steps, and why not something faster."""
+        """The implementation that makes the steps, and why it is not a faster one."""
         if self.implementation in ("compiled", "foreach"):
             return self.implementation
         why = self._fusion.obstacle or executors.why_not_fused(
@@ -238,7 +238,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return "fused" if why is None else f"foreach, not fused: {why}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, at the start or in mid-training; what it leaves out takes the defaults."""
+        """Add a group, at any time. Missing values take the defaults."""
         checks.kind("param_group", param_group, dict)
         new = all(param_group is not group for group in self.base.param_groups)
         if new:
@@ -251,7 +251,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
+        """Clear the gradients, and mark where the random numbers of a step begin: see `perturbed`."""
         if (itself := self._itself()) is not self and itself is not None:
             itself.zero_grad(set_to_none)
             return
@@ -270,17 +270,17 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Make one step; return the plain loss at the old weights.
 
         Args:
-            closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
-                and `backward()` itself. Without a closure the gradients must be there and, where
-                `second_pass_due`, the pass under `perturbed()` must have been made.
-            *batch: What to call the closure with, if anything.
-            batches: Micro-batches instead: the closure is called with each of them, and the step is that of all of
-                them together. Each counts by its number of examples.
+            closure: Computes the loss of one batch and returns it. It may call `zero_grad()` and `backward()` itself.
+                Without a closure, the gradients must exist, and if `second_pass_due`, the pass under `perturbed()` must
+                have been made.
+            *batch: Arguments for the closure.
+            batches: Micro-batches: the closure is called with each of them, and the step is that of all of them
+                together. Each counts by its number of examples.
             penalty: `"whole"`: of the whole batch, of all micro-batches and all processes. `"each"`: the mean of the
-                penalties of its parts, which on several processes takes one exchange of gradients, not two; then
+                penalties of the parts. On several processes this takes one exchange of gradients instead of two, and
                 `model=` must be the `DistributedDataParallel` module.
             scaler: For float16: scales the loss of every pass. An overflow in any of them skips the step. Call
-                `scaler.update()` afterwards, as ever.
+                `scaler.update()` afterwards, as usual.
         """
         call = Call.of(closure, batch, batches, penalty, scaler)
         self._check_step(call)
@@ -303,7 +303,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def perturbed(
         self, scaler: torch.amp.GradScaler | None = None, *, loss: Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Weights displaced for the second pass, in loops that cannot hand over a closure.
+        """Displace the weights for the second pass, in loops without a closure.
 
             opt.zero_grad()
             loss_of(batch).backward()
@@ -311,14 +311,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 loss_of(batch).backward()
             opt.step()
 
-        Random numbers are replayed from the last `zero_grad()`, so call that right before the first pass. With
-        `FiniteDifference(central=True)` two such scopes are needed. In a step that is not `second_pass_due` the scope
-        displaces nothing and drops what is computed in it.
+        Random numbers are replayed from the last `zero_grad()`, so call it right before the first pass. With
+        `FiniteDifference(central=True)` a step needs two such scopes. If a step is not `second_pass_due`, the scope
+        displaces nothing and drops the gradients computed in it.
 
         Args:
-            loss: Of the first pass, not scaled, for `stats`. With `held_out=` ρ moves only where it is known.
-            scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
-                `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
+            loss: The unscaled loss of the first pass, for `stats`. With `held_out=`, ρ moves only if it is given.
+            scaler: The scaler that scales the loss of both passes. The resulting gradient is scaled too, so call
+                `scaler.unscale_(opt)` and `scaler.step(opt)` as usual.
         """
         if (itself := self._itself()) is not self and itself is not None:
             return itself.perturbed(scaler, loss=loss)
@@ -522,16 +522,16 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     # The posterior whose precision f is.
 
     def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f of parameters that have been trained before."""
+        """f of parameters that have made a step."""
         return self.rule.average_of(group, self.hyperparameters(group), params)
 
     def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> AbstractContextManager[None]:
-        """Weights drawn from the approximate posterior N(w, s (f + δ)⁻¹) for the time of a `with`.
+        """Replace the weights by a draw from the approximate posterior N(w, s (f + δ)⁻¹), inside a `with`.
 
         Args:
             examples: Size of the training set, for Bayes's posterior: s = 1/examples. Without it s is ρ, the
                 temperature that the penalty was trained with.
-            temperature: A factor on s. Below 1 the posterior is a cold one.
+            temperature: A factor for s. Below 1 the posterior is cold.
         """
         return posterior.sampled_weights(self, examples, temperature)
 
@@ -545,21 +545,21 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         temperature: float = 1.0,
         activation: Callable[[Tensor], Tensor] = posterior.probabilities,
     ) -> Tensor:
-        """The model's prediction for x, averaged over weights drawn from the posterior; in evaluation mode.
+        """Predict x with the model in evaluation mode, averaged over weights drawn from the posterior.
 
         Args:
-            model: Whose weights are optimised here.
-            x: What it is called with (a mapping: its keyword arguments).
+            model: The model whose weights this optimiser trains.
+            x: The model's input; a mapping holds its keyword arguments.
             samples: Number of draws.
             examples, temperature: As for `sampled_weights`.
-            activation: From the model's output to what is averaged: by default logits to probabilities.
+            activation: Maps the model's output to what is averaged; by default logits to probabilities.
         """
         return posterior.predict(self, model, x, samples, examples, temperature, activation)
 
     # Checkpoints and copies.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that there is, in torch's layout."""
+        """The whole state, in torch's layout."""
         self._fusion.hear(self)
         groups.leave_device(self)
         state_dict: dict[str, Any] = super().state_dict()
@@ -568,7 +568,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a checkpoint, of this optimiser or of the plain one that it wraps."""
+        """Load a checkpoint of this optimiser, or of the plain one that it wraps."""
         self.rule.check_checkpoint(state_dict)
         plain = not any(COUNT in group for group in state_dict["param_groups"])
         super().load_state_dict(state_dict)

@@ -53,46 +53,47 @@ def measure(
         print(found)
         found.top_eigenvalue, found.trace, found.worst_adaptive
 
-    The cost is linear in the data and in `steps + probes` for each matrix, `2 · samples`, and `ascent` four times; 0
-    leaves a measure out. Memory is `steps` copies of the weights. Weights, gradients, buffers, modes and random numbers
-    are afterwards as they were, also after an error or Ctrl-C. Which measures know how the weights are scaled, and so
-    compare models badly: `Sharpness.is_invariant`, docs/how-to/sharpness.md.
+    The cost is proportional to the data, and to `steps + probes` for each matrix, `2 · samples`, and four times
+    `ascent`; 0 leaves a measure out. It needs memory for `steps` copies of the weights. Weights, gradients, buffers,
+    modes and random numbers are restored, also after an error or Ctrl-C. Measures that depend on the scale of the
+    weights cannot compare models: see `Sharpness.is_invariant` and docs/how-to/sharpness.md.
 
     Args:
-        model: Whose weights; in evaluation mode while it is measured.
+        model: The model to measure, in evaluation mode.
         loss_of: The mean loss of a batch by this model, as `find_rho` and the optimisers take it. The Gauss-Newton
             matrix, the accuracy and the PAC-Bayes bound need a `SplitLoss`, such as `classification(model)`.
-        batches: What can be read several times, as a DataLoader or a list. Means are over examples. For the gradient's
-            noise, T and m-sharpness the batches should be as in training, and drawn at random.
+        batches: Batches that can be read several times: a DataLoader or a list. Means are over examples. For the
+            gradient's noise, T and m-sharpness, draw the batches at random, with the size used in training.
         matrices: "hessian", "ggn" or both (default: all that the loss allows).
-        top: How many of the largest eigenvalues.
-        steps: Of Lanczos' method, at most.
-        tolerance: Of the eigenvalues, of the largest one; 0 makes all steps, for a finer spectral density.
-        runs: Of Lanczos' method, for the spectral density and the effective dimension.
+        top: Number of largest eigenvalues.
+        steps: Most steps of Lanczos' method.
+        tolerance: Tolerance of the eigenvalues, relative to the largest; 0 makes all steps, for a finer spectral
+            density.
+        runs: Runs of Lanczos' method, for the spectral density and the effective dimension.
         probes: Random vectors for the trace.
         samples: Pairs of random displacements for the expected sharpness.
-        sigma: σ of these.
+        sigma: Their standard deviation σ.
         adaptive_sigma: The same in units of |w|.
-        ascent: Gradients on the way to the worst point of a ball.
-        radius: Of the ball.
+        ascent: Gradient steps to the worst point of a ball.
+        radius: Radius of the ball.
         adaptive_radius: The same in units of |w|.
-        f: TRACER's average, by parameter or by its name (default: the batches' mean squared gradient). Of an optimiser:
+        f: TRACER's average, by parameter or by name (default: the batches' mean squared gradient). From an optimiser:
             `{p: x for g in opt.param_groups for p, x in zip(g["params"], opt.average_of(g, g["params"]))}`.
         delta: δ of T.
-        start: Weights that know nothing of the data, by name: the prior of the PAC-Bayes bound (default: zeros).
-        confidence: Of the bound.
+        start: Weights that do not depend on the data, by name: the prior of the PAC-Bayes bound (default: zeros).
+        confidence: Confidence of the bound.
         prior: Variance of the weights' prior in the effective dimension, whose α is 1/(examples · prior) (default: the
-            weights' own mean square). Eigenvalues far below the largest over `steps`² are not told from zero.
-        params: By which to differentiate (default: all that are trained).
-        examples_of: How many examples a batch holds (default: the length of its tensors).
-        train_mode: The model in training mode: batch norm by each batch's own statistics, dropout replayed.
-        seed: Of all that is drawn.
-        progress: Called with what is done and the share of all that is done; True: a line where there is a terminal.
+            weights' mean square). Eigenvalues far below the largest over `steps`² cannot be told from zero.
+        params: Parameters to differentiate by (default: all that are trained).
+        examples_of: Returns the number of examples in a batch (default: the length of its tensors).
+        train_mode: Keep the model in training mode: batch norm with each batch's statistics, dropout replayed.
+        seed: Seed of all random numbers.
+        progress: Called with the current task and the share of all work done; True: a line on a terminal.
 
     Raises:
-        ValueError: Where an argument cannot be used, or there is no data.
-        RuntimeError: Where the loss cannot be differentiated (twice), or several processes train.
-        FloatingPointError: Where the loss is not finite.
+        ValueError: If an argument cannot be used, or there is no data.
+        RuntimeError: If the loss cannot be differentiated (twice), or several processes train.
+        FloatingPointError: If the loss is not finite.
     """
     kinds = check_matrices(matrices, loss_of)
     for name, count in {"top": top, "steps": steps, "runs": runs}.items():
@@ -145,7 +146,7 @@ def eigenvectors(
     seed: int = 0,
     settings: Settings | None = None,
 ) -> tuple[list[float], list[list[Tensor]]]:
-    """The largest eigenvalues, falling, and their eigenvectors of length one, shaped as the parameters."""
+    """The largest eigenvalues in falling order, and their unit eigenvectors in the shape of the parameters."""
     check_matrices([matrix], loss_of)
     checks.count("top", top)
     checks.count("steps", steps)
