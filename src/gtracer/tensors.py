@@ -159,17 +159,30 @@ def displace_(xs: Tensors, ys: Tensors, seed: int = 0) -> None:
     if all(x.dtype != torch.bfloat16 for x in xs):
         torch._foreach_add_(xs, ys)
         return
-    draws: dict[torch.device, torch.Generator] = {}
+    chance = Chance(seed)
     for x, y in zip(xs, ys, strict=True):
         if x.dtype != torch.bfloat16:
             x.add_(y)
-            continue
-        draw = draws.get(x.device) or draws.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
-        bits = (x.float() + y).view(torch.int32)
+        else:
+            x.copy_(chance.rounded(x.float().add_(y)))
+
+
+class Chance:
+    """Rounds float32 to bfloat16, up or down by chance: right on average. It draws from generators of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._draws: dict[torch.device, torch.Generator] = {}
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The same in bfloat16; x is overwritten."""
+        if x.device not in self._draws:
+            self._draws[x.device] = torch.Generator(x.device).manual_seed(self._seed)
+        bits = x.view(torch.int32)
         # It carries into the bits that stay as often as those that go are large.
-        bits += torch.randint(2**16, bits.shape, generator=draw, device=x.device, dtype=torch.int32)
+        bits += torch.randint(2**16, bits.shape, generator=self._draws[x.device], device=x.device, dtype=torch.int32)
         bits &= -(2**16)
-        x.copy_(bits.view(torch.float32))
+        return bits.view(torch.float32).bfloat16()
 
 
 def leave(params: Tensors, gradients: Tensors) -> None:

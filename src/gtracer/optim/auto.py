@@ -267,6 +267,7 @@ def _agreement(state: State, pairs: list[tuple[Tensor, Tensor]]) -> Tensor | Non
     unit: Tensors = [g.detach() for _, g in pairs]
     if (stride := stride_of(unit)) > 1:
         unit = [g if tensors.is_sharded(g) else g.reshape(-1)[::stride] for g in unit]
+    unit = tensors.wide(unit)
     unit = list(torch._foreach_mul(unit, 1 / tensors.norm(unit).clamp_min(1e-30)))
     places = [state[p] for p, _ in pairs]
     known = [(own[BEFORE], u) for own, u in zip(places, unit, strict=True) if BEFORE in own]
