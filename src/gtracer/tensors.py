@@ -7,6 +7,7 @@ shard by shard; a scalar is then the sum over all of them, the same on every pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -208,17 +209,22 @@ def leaves(x: Tensor, besides: Tensors = ()) -> list[Tensor]:
     [tensor([1., 1.], requires_grad=True)]
     """
     known, found = set(map(id, besides)), []
+    for node in nodes(x):
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            found.append(leaf)
+    return found
+
+
+def nodes(x: Tensor) -> Iterator[Any]:
+    """The nodes of the graph of x, once each."""
     seen, ahead = set(), [x.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            leaf: Tensor | None = getattr(node, "variable", None)
-            if leaf is None:
-                ahead += [following for following, _ in node.next_functions]
-            elif id(leaf) not in known:
-                found.append(leaf)
-    return found
+            yield node
+            ahead += [following for following, _ in node.next_functions]
 
 
 def is_sharded(x: Tensor) -> bool:

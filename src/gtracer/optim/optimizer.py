@@ -453,7 +453,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 transform(step, partial(self._damped, step))
             if is_capturing():
                 refusals.check_capture_of_lr(self.base)
-            with masters.updated(step, self.rule) if any(map(masters.is_narrow, step.params)) else nullcontext():
+            narrow = any(p.dtype == torch.bfloat16 for p in step.params)
+            with masters.updated(step, self.rule) if narrow else nullcontext():
                 self.rule.update(step)
             for note in step.after:
                 note(step)
