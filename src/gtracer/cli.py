@@ -260,17 +260,20 @@ def _add_bench(commands: Any) -> None:
         "to the gradient magnitude's, measured in turn in one run; on a GPU also with the step as a CUDA graph. "
         "throughput: seconds of an epoch when several runs share the device. steps: a step of SGD, AdamW, SAM, "
         "TRACER and, where they are installed, of pytorch_optimizer's SAM, ivon and schedulefree. scaling: the time of "
-        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches. loading: reading 10,000 JPEGs of "
-        "224 pixels as training does, beside a plain DataLoader.",
+        "SGD-TRACER's step over SGD's, for nets wider and deeper, and larger batches. fine-tuning: a step of AdamW, "
+        "SAM and TRACER on a language model in bfloat16, of all weights and of LoRA adapters. loading: reading 10,000 "
+        "JPEGs of 224 pixels as training does, beside a plain DataLoader.",
         epilog="example: gtracer bench estimators --model transformer --rounds 10",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    choices = ["estimators", "throughput", "steps", "scaling", "loading"]
+    choices = ["estimators", "throughput", "steps", "scaling", "fine-tuning", "loading"]
     renamed = _renamed({"side-by-side": "throughput", "sizes": "scaling"})
     bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
-    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, cnn, transformer, wrn-28-10 or encoder-110m"
+    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, cnn, transformer, wrn-28-10 or encoder-110m; "
+    models += "fine-tuning: llama-134m, llama-1b or llama-tiny"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
-    bench.add_argument("--batch-size", type=at_least_one, default=128, metavar="N", help="examples a step")
+    sizes = "examples a step (128; fine-tuning: 32)"
+    bench.add_argument("--batch-size", type=at_least_one, metavar="N", help=sizes, default=argparse.SUPPRESS)
     bench.add_argument(
         "--micro-batch", type=at_least_one, default=32, metavar="N", help="estimators: examples of a micro-batch"
     )
@@ -486,10 +489,12 @@ def _engine(chosen: argparse.Namespace) -> Any:
 def _bench(chosen: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from gtracer.lab.benchmarks import estimators, loading, optimizers, scaling, throughput
+    from gtracer.lab.benchmarks import estimators, fine_tuning, loading, optimizers, scaling, throughput
 
-    common = {name: getattr(chosen, name) for name in ("batch_size", "rounds", "device", "out")}
-    common["model"] = getattr(chosen, "model", "resnet20-gn" if chosen.what == "estimators" else "resnet20")
+    common = {name: getattr(chosen, name) for name in ("rounds", "device", "out")}
+    models = {"estimators": "resnet20-gn", "fine-tuning": "llama-134m"}
+    common["model"] = getattr(chosen, "model", models.get(chosen.what, "resnet20"))
+    common["batch_size"] = getattr(chosen, "batch_size", 32 if chosen.what == "fine-tuning" else 128)
     if chosen.what == "estimators":
         estimators.estimators(**common, micro_batch=chosen.micro_batch, console=Console())
     elif chosen.what == "loading":
@@ -498,6 +503,8 @@ def _bench(chosen: argparse.Namespace) -> None:
     elif chosen.what == "scaling":
         common.pop("model")
         scaling.scaling(**common, precision=chosen.precision, console=Console())
+    elif chosen.what == "fine-tuning":
+        fine_tuning.fine_tuning(**common, console=Console())
     elif chosen.what == "steps":
         optimizers.steps(**common, precision=chosen.precision, names=chosen.rows, console=Console())
     else:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gtracer import checks
+from gtracer import checks, tensors
 from gtracer.curvature import (
     FIRST_GRADIENT,
     Estimator,
@@ -92,6 +92,8 @@ class TracerPenalty:
         if not torch.is_grad_enabled():
             return loss
         losses, loss = self._checked(loss)
+        if not self.state and any(group["rho"] > 0 for group in self.param_groups):  # before the first
+            _check_twice_differentiable(loss)
         penalised, total, updates = loss, torch.zeros_like(loss, requires_grad=False), []
         for group, params, F, measured in self._measured(loss, losses):
             f = self._average(group, params, measured)
@@ -176,3 +178,15 @@ class TracerPenalty:
             for p, f in zip(group["params"], fs, strict=True):
                 if f is not None:
                     self.state[p] = f.to(p, copy=True)
+
+
+def _check_twice_differentiable(loss: Tensor) -> None:
+    """Refuse what cannot be differentiated twice, or cannot and does not say so."""
+    names = {type(node).__name__ for node in tensors.nodes(loss)}
+    if attention := sorted(name for name in names if name.startswith(("ScaledDotProduct", "FlashAttn"))):
+        raise RuntimeError(
+            f"TracerPenalty differentiates the loss twice, and fused attention ({attention[0]}) cannot be: call "
+            "model.set_attn_implementation('eager') on a model of transformers, or wrap the forward pass in "
+            "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH). A second pass "
+            "(TracerTrainer, AdamWTracer) takes any attention"
+        )

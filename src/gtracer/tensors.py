@@ -7,6 +7,7 @@ shard by shard; a scalar is then the sum over all of them, the same on every pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -159,17 +160,30 @@ def displace_(xs: Tensors, ys: Tensors, seed: int = 0) -> None:
     if all(x.dtype != torch.bfloat16 for x in xs):
         torch._foreach_add_(xs, ys)
         return
-    draws: dict[torch.device, torch.Generator] = {}
+    chance = Chance(seed)
     for x, y in zip(xs, ys, strict=True):
         if x.dtype != torch.bfloat16:
             x.add_(y)
-            continue
-        draw = draws.get(x.device) or draws.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
-        bits = (x.float() + y).view(torch.int32)
+        else:
+            x.copy_(chance.rounded(x.float().add_(y)))
+
+
+class Chance:
+    """Rounds float32 to bfloat16, up or down by chance: right on average. It draws from generators of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._draws: dict[torch.device, torch.Generator] = {}
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """The same in bfloat16; x is overwritten."""
+        if x.device not in self._draws:
+            self._draws[x.device] = torch.Generator(x.device).manual_seed(self._seed)
+        bits = x.view(torch.int32)
         # It carries into the bits that stay as often as those that go are large.
-        bits += torch.randint(2**16, bits.shape, generator=draw, device=x.device, dtype=torch.int32)
+        bits += torch.randint(2**16, bits.shape, generator=self._draws[x.device], device=x.device, dtype=torch.int32)
         bits &= -(2**16)
-        x.copy_(bits.view(torch.float32))
+        return bits.view(torch.float32).bfloat16()
 
 
 def leave(params: Tensors, gradients: Tensors) -> None:
@@ -195,17 +209,22 @@ def leaves(x: Tensor, besides: Tensors = ()) -> list[Tensor]:
     [tensor([1., 1.], requires_grad=True)]
     """
     known, found = set(map(id, besides)), []
+    for node in nodes(x):
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            found.append(leaf)
+    return found
+
+
+def nodes(x: Tensor) -> Iterator[Any]:
+    """The nodes of the graph of x, once each."""
     seen, ahead = set(), [x.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            leaf: Tensor | None = getattr(node, "variable", None)
-            if leaf is None:
-                ahead += [following for following, _ in node.next_functions]
-            elif id(leaf) not in known:
-                found.append(leaf)
-    return found
+            yield node
+            ahead += [following for following, _ in node.next_functions]
 
 
 def is_sharded(x: Tensor) -> bool:

@@ -39,7 +39,7 @@ def net(shape, classes):
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]  # run by test_tutorials.py
-HOW_TO = ["accumulation", "collapse", "ddp", "fsdp2", "mixed-precision", "timm", "training"]
+HOW_TO = ["accumulation", "collapse", "ddp", "fsdp2", "mixed-precision", "timm", "training", "your-trainer"]
 
 
 def blocks(language: str, page: str = README) -> list[str]:
@@ -73,7 +73,10 @@ def test_python_blocks_run(tmp_path, capsys):
     assert not torch.equal(before[0], next(names["model"].parameters()))
 
 
-@pytest.mark.parametrize("page", HOW_TO)
+WARN = {"your-trainer": [pytest.mark.filterwarnings("ignore")]}  # the frameworks, of small machines and old calls
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=WARN.get(page, [])) for page in HOW_TO])
 def test_the_python_of_a_how_to_page_runs(page, tmp_path):
     """In order, on the reader's model."""
     names = surroundings(tmp_path)

@@ -46,10 +46,22 @@ def batches(dtype=torch.float64):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_the_steps_of_a_closure(make, accumulate, clip):
-    accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True)
-    net, twin = network(), network()
+    steps_of_both(make, accumulate, clip, "no")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_in_bfloat16(accumulate):
+    steps_of_both(MAKERS["sgd"], accumulate, None, "bf16")
+
+
+def steps_of_both(make, accumulate, clip, precision):
+    """By Accelerate, and by hand."""
+    accelerator = Accelerator(gradient_accumulation_steps=accumulate, cpu=True, mixed_precision=precision)
+    low = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+    dtype = torch.float32 if precision == "bf16" else torch.float64
+    net, twin = network().to(dtype), network().to(dtype)
     model, optimizer = accelerator.prepare(net, make(net.parameters()))
-    passes, data = Passes(accelerator, model, optimizer), batches()
+    passes, data = Passes(accelerator, model, optimizer), batches(dtype)
     torch.manual_seed(2)
     for x, y in data:
         with accelerator.accumulate(model):
@@ -64,7 +76,9 @@ def test_the_steps_of_a_closure(make, accumulate, clip):
 
         def backward(parts=data[i : i + accumulate]):
             for x, y in parts:
-                (cross_entropy(twin(x), y) / accumulate).backward()
+                with low:
+                    outputs = twin(x)
+                (cross_entropy(outputs.to(dtype), y) / accumulate).backward()
 
         opt.zero_grad()
         backward()

@@ -298,6 +298,18 @@ def test_a_training_step_that_returns_none_skips_the_step():
     assert module.trainer.optimizers[0].steps == opt.steps == STEPS - 3
 
 
+class WithoutIndex(Automatic):
+    def training_step(self, batch):
+        return self.loss_of(*batch)
+
+
+def test_a_training_step_that_is_not_told_the_index():
+    """Lightning looks at its arguments, which the callback must not hide."""
+    module = WithoutIndex()
+    fit(module)
+    agree(weights(module), plain()[0])
+
+
 class Scheduled(Automatic):
     def configure_optimizers(self):
         opt = super().configure_optimizers()

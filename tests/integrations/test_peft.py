@@ -13,6 +13,9 @@ from support.trainers import TRACER, Watched, bert, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ADAPTERS = {
+    "modules to save": lambda: peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, lora_alpha=8, use_rslora=True, target_modules="all-linear", modules_to_save=["pooler"]
+    ),
     "lora": lambda: peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]),
     "dora": lambda: peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], use_dora=True),
     "ia3": lambda: peft.IA3Config(task_type="SEQ_CLS", target_modules=["key", "value"], feedforward_modules=[]),
@@ -82,3 +85,38 @@ def test_a_frozen_base_in_bfloat16():
         return parameters_to_vector(trained).detach()
 
     assert torch.equal(weights(True), weights(False))
+
+
+def in_four_bits(model, quantised):
+    """The attention's linear layers, in nf4; or in float32 with the same numbers."""
+    bnb = pytest.importorskip("bitsandbytes")
+    for layer in model.bert.encoder.layer:
+        attention = layer.attention.self
+        for name in ("query", "value"):
+            plain = getattr(attention, name)
+            made = bnb.nn.Linear4bit(16, 16, compute_dtype=torch.float32, quant_type="nf4")
+            made.weight = bnb.nn.Params4bit(plain.weight.data.clone(), requires_grad=False, quant_type="nf4")
+            made.bias = plain.bias
+            made.to("cpu")
+            if quantised:
+                setattr(attention, name, made)
+            else:
+                plain.weight.data = bnb.functional.dequantize_4bit(made.weight.data, made.weight.quant_state)
+    return model
+
+
+def test_a_base_in_four_bits():
+    """The steps of adapters over the same numbers in float32."""
+
+    def weights(quantised):
+        torch.manual_seed(0)
+        model = peft.get_peft_model(in_four_bits(bert(), quantised), ADAPTERS["lora"]())
+        trained = [p for p in model.parameters() if p.requires_grad]
+        opt = SGDTracer(model.parameters(), lr=0.1, **TRACER)
+        words, labels = torch.randint(40, (8, 6)), torch.arange(8) % 2
+        for _ in range(4):
+            opt.step(lambda: model(input_ids=words, labels=labels).loss)
+        assert opt.stats.penalty_ratio > 0
+        return parameters_to_vector(trained).detach()
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=1e-3, atol=1e-5)

@@ -1,6 +1,7 @@
 """TRL's trainers with TracerMixin, on a Llama of two layers made on the spot: their numbers, and a closure's steps."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -65,10 +66,25 @@ def pairs():
     return {"prompt": [c[0] for c in cut], "chosen": [c[1] for c in cut], "rejected": [c[3] for c in cut]}
 
 
+def lora():
+    peft = pytest.importorskip("peft")
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"
+    )
+
+
 KINDS = {
     "sft": (Sft, trl.SFTTrainer, trl.SFTConfig, lambda: Dataset.from_dict({"text": texts()}), {}),
+    "sft, packed": (
+        Sft, trl.SFTTrainer, partial(trl.SFTConfig, packing=True, packing_strategy="wrapped", max_length=16),
+        lambda: Dataset.from_dict({"text": texts()}), {},
+    ),
+    "sft, LoRA": (
+        Sft, trl.SFTTrainer, trl.SFTConfig, lambda: Dataset.from_dict({"text": texts()}), {"peft_config": lora},
+    ),
+    "dpo, LoRA": (Dpo, trl.DPOTrainer, trl.DPOConfig, lambda: Dataset.from_dict(pairs()), {"peft_config": lora}),
     "dpo": (Dpo, trl.DPOTrainer, trl.DPOConfig, lambda: Dataset.from_dict(pairs()), {"ref_model": llama}),
-}
+}  # fmt: skip
 
 
 def trained(cls, config, data, words, folder, model=None, **own):

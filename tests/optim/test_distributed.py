@@ -9,7 +9,7 @@ from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, linear, normalize
@@ -351,6 +351,46 @@ def test_fully_shard_with_directions():
     expected = alone("SGDTracer", directed_network, **own)
     agree(together(sharded, "SGDTracer", own, directed_network), expected)
     assert not torch.allclose(expected[0], alone("SGDTracer", directed_network)[0], rtol=1e-3)
+
+
+def small_llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=12, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def llama_trained(model, rows, rho):
+    opt = SGDTracer(model.parameters(), lr=0.2, rho=rho, delta=0.05, model=model)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        words = torch.randint(40, (BATCH, 12), generator=draw)[rows]
+        opt.step(lambda words=words: model(input_ids=words, labels=words).loss.float())
+    return flat(model.parameters())
+
+
+def sharded_llama(rank, rho):
+    model, policy = small_llama(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    found = llama_trained(model, half(rank), rho)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return found
+
+
+def test_fully_shard_of_a_language_model_with_mixed_precision():
+    """As near to float32's steps as passes in bfloat16 are, which is nearer than steps without the penalty."""
+    start = flat(small_llama().parameters())
+    wide, plain = (llama_trained(small_llama(), slice(None), rho) - start for rho in (0.002, 0.0))
+    found, other = (weights - start for weights in together(sharded_llama, 0.002))
+    assert torch.equal(found, other)
+    apart = (found - wide).norm()
+    assert apart < 0.05 * wide.norm()
+    assert apart < (plain - wide).norm() / 3
 
 
 def told_of_shards(rank):

@@ -3,10 +3,10 @@
 import re
 
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
-POINTERS |= {"before": "*i64", "stride": "i32"}
+POINTERS |= {"before": "*i64", "stride": "i32", "seed": "i32"}
 POINTERS |= dict.fromkeys(("sums", "reached", "limit", "shrink", "healthy", "lr"), "*fp32")
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
-FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True, "LIMITED": True}
+FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True, "LIMITED": True, "AWAY": True, "BACK": False}
 
 
 def compiled(kernel, **kind):
@@ -30,6 +30,10 @@ if __name__ == "__main__":
     from gtracer.optim import triton_kernels
 
     for name in ("reach", "displace", "total", "finish", "agree"):
+        kernel = getattr(triton_kernels, f"{name}_kernel")
         for adam, aligned in ((True, True), (False, True), (True, False)):
-            code = compiled(getattr(triton_kernels, f"{name}_kernel"), ADAM=adam, ALIGNED=aligned)
+            code = compiled(kernel, ADAM=adam, ALIGNED=aligned, NARROW=False, LOW=False)
             print(name, "adam" if adam else "sgd", aligned, len(re.findall(r"ld\.global\.v4", code)))
+        for low in (False, True):
+            code = compiled(kernel, ADAM=True, ALIGNED=True, NARROW=True, LOW=low)
+            print(name, "low" if low else "masters", len(re.findall(r"ld\.global\.v4", code)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -75,10 +76,12 @@ class TracerCallback(Callback):
         if stage == "fit":
             log, training_step = pl_module.log, pl_module.training_step
 
+            @wraps(log)
             def log_once(*args: Any, **words: Any) -> None:
                 if not second_pass():
                     log(*args, **words)
 
+            @wraps(training_step)  # Lightning asks for the names of its arguments
             def step_once(*args: Any, **words: Any) -> Any:
                 with held(pl_module) if second_pass() else nullcontext():
                     found = training_step(*args, **words)

@@ -73,12 +73,14 @@ class AdamTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        master_weights: bool = True,
         steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
-        rule = adam_rule(torch.optim.Adam, params, adam, average, curvature, implementation, transforms)
+        own = (average, curvature, implementation, transforms, master_weights)
+        rule = adam_rule(torch.optim.Adam, params, adam, *own)
         super().__init__(
             {"rho": rho, "delta": delta, "f0": f0},
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
@@ -138,12 +140,15 @@ class AdamWTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        master_weights: bool = True,
         steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         adam |= {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
-        rule = adam_rule(torch.optim.AdamW, params, adam, average, curvature, implementation, transforms)
+        rule = adam_rule(
+            torch.optim.AdamW, params, adam, average, curvature, implementation, transforms, master_weights
+        )
         super().__init__(
             {"rho": rho, "delta": delta, "f0": f0},
             method=trace_ratio_of(curvature, _estimated(average), engine, scale_free, model, implementation, reuse),
@@ -166,10 +171,12 @@ def adam_rule(
     curvature: Estimator,
     implementation: str,
     transforms: Sequence[Transform],
+    master_weights: bool,
 ) -> AdamRule:
     """The update, from torch's arguments and what feeds the second moment."""
     checks.learning_rate(adam["lr"])
     checks.flag("capturable", adam["capturable"])
+    checks.flag("master_weights", master_weights)
     checks.betas(adam["betas"])
     checks.number("eps", adam["eps"], low=0)
     checks.number("weight_decay", adam["weight_decay"], low=0)
@@ -185,7 +192,9 @@ def adam_rule(
         adam = adam | {"capturable": True}
     made = base(checks.parameters(params), **adam)
     plain = curvature is gradient_magnitude and average in (None, gradient_magnitude)
-    return AdamRule(made, decoupled=base is torch.optim.AdamW, of_total=plain, run=runner(compile))
+    return AdamRule(
+        made, decoupled=base is torch.optim.AdamW, of_total=plain, run=runner(compile), master_weights=master_weights
+    )
 
 
 def _estimated(average: Estimator | None) -> Estimator | None:

@@ -151,10 +151,10 @@ def finite_difference(
 
     # Whoever displaces the weights empties the list, which then holds no memory any more.
     place = list(direction) if central else direction
-    ahead = yield place if again is None else moved(params, place, shortened)
+    ahead = tensors.wide((yield place if again is None else moved(params, place, shortened)))
     if central:
         torch._foreach_neg_(direction)
-        behind: Tensors = yield direction
+        behind = tensors.wide((yield direction))
     else:
         behind = gradients
     run(tensors.subtract_)(ahead, behind, length / radius if central else 2 * length / radius)

@@ -195,7 +195,7 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
 def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
     """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
     # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-    gradients = tensors.wide([torch.zeros_like(p) if p.grad is None else p.grad for p in params])
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     return tensors.kept(gradients) if keep else gradients
 
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
-from gtracer.optim import processes
+from gtracer.optim import masters, processes
 from gtracer.optim.evaluate import Call, Evaluator, Surroundings, evaluator_of, first_in_parts, pass_in_parts
+from gtracer.optim.masters import REST
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.others import PooledGradients
 from gtracer.optim.parts import Parts, Pool, split
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from gtracer.optim.triton_kernels import Launched
 
 IMPLEMENTATIONS = ("auto", "foreach", "compiled", "fused")
+READ = {torch.float32, torch.bfloat16}  # by the two kernels
 AT_REST = "ρ = 0: the base optimiser makes the step itself"
 
 
@@ -253,7 +255,8 @@ def why_not_fused(
         "batches= or penalty='each'": call is not None and (call.parts is not None or call.each),
         "a GradScaler looks at the gradient first": call is not None and call.scaler is not None,
         "Triton is not installed": not has_triton(),
-        "they are for float32 weights on one GPU, contiguous and in one piece": not readable(params),
+        "they are for float32 weights, or bfloat16, on one GPU, contiguous and in one piece": not readable(params),
+        "reuse of a penalty with weights in bfloat16": reuse is not None and any(map(masters.is_narrow, params)),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -288,11 +291,11 @@ def has_triton() -> bool:
 
 
 def readable(*lists: Tensors) -> bool:
-    """Whether the kernels can read them: whole tensors of float32, all on one GPU."""
+    """Whether the kernels can read them: whole tensors of float32 or bfloat16, all on one GPU."""
     tensors = [t for part in lists for t in part]
     if not tensors:
         return True
-    alike = {t.dtype for t in tensors} == {torch.float32} and len({t.device for t in tensors}) == 1
+    alike = {t.dtype for t in tensors} <= READ and len({t.device for t in tensors}) == 1
     return alike and tensors[0].is_cuda and all(map(Tensor.is_contiguous, tensors))
 
 
@@ -301,42 +304,54 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
     from gtracer.optim.triton_kernels import Launched
 
     group, hyper, params, state = part.group, part.hyper, part.params, rule.base.state
-    numbers: dict[str, Any] = {"rho": hyper["rho"], "delta": hyper["delta"]}
+    numbers: dict[str, Any] = {"rho": hyper["rho"], "delta": hyper["delta"], "seed": group[COUNT]}
     numbers |= {"lr": group["lr"], "decay": group["weight_decay"]}
+    known = [state.get(p, {}) for p in params]  # looked up once: a tensor is slow to hash
+    narrow = masters.is_narrow(params[0])
+    low = narrow and not rule.master_weights
+    new: dict[Tensor, dict[str, Tensor]] = {}
+    momenta: Any
+    f: Any
+    if narrow and not low:
+        new = {
+            p: {REST: torch.zeros_like(p, dtype=torch.int16)}
+            for p, own in zip(params, known, strict=True)
+            if REST not in own
+        }
+        numbers["rest"] = [new[p][REST] if p in new else own[REST] for p, own in zip(params, known, strict=True)]
     if isinstance(rule, AdamRule):
-        known = [state.get(p, {}) for p in params]
-        new = {}
-        if not all("exp_avg_sq" in own for own in known):
-            new = {p: adam_state(p, capturable=True) for p in params if not rule.is_trained(p)}
-            known = [new.get(p) or state[p] for p in params]
-        exp_avg, v, counts = ([it[name] for it in known] for name in ("exp_avg", "exp_avg_sq", "step"))
+        for p, own in zip(params, known, strict=True):
+            if "exp_avg_sq" not in own:
+                new.setdefault(p, {}).update(adam_state(p, capturable=True, low=low))
+        known = [own | new.get(p, {}) for p, own in zip(params, known, strict=True)] if new else known
+        momenta, f, counts = ([it[name] for it in known] for name in ("exp_avg", "exp_avg_sq", "step"))
         if any(not count.is_cuda and params[0].is_cuda for count in counts):
             counts = [count.to(params[0].device) for count in counts]
             for p, count in zip(params, counts, strict=True):
                 new.setdefault(p, {})["step"] = count
-        if not readable(params, part.gradients, exp_avg, v, counts):
-            return None
-        numbers |= {"betas": group["betas"], "eps": group["eps"], "whole": rule.of_total}
+        numbers |= {"betas": group["betas"], "eps": group["eps"], "whole": rule.of_total, "counts": counts}
         numbers["f0"] = None if isinstance(hyper["f0"], str) else hyper["f0"]
-        return Launched(params, part.gradients, exp_avg, v, counts, state=new, **numbers)
-    momentum = group["momentum"]
-    known = [state.get(p, {}) for p in params]  # looked up once: a tensor is slow to hash
-    f: Any = [own.get("f") for own in known]
-    momenta: Any = [own.get("momentum_buffer") for own in known] if momentum else []
-    fresh: dict[Tensor, dict[str, Tensor]] = {}
-    if any(x is None for x in (*f, *momenta)):
-        given = f, momenta
-        f = rule.average(part)
-        # Without one before, SGD's first momentum is the gradient alone.
-        momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=False)]
-        for name, before, now in zip(("f", "momentum_buffer"), given, (f, momenta), strict=True):
-            for p, x, y in zip(params, before, now, strict=False):
-                if x is None:
-                    fresh.setdefault(p, {})[name] = y
-    if not readable(params, part.gradients, f, momenta):
+    else:
+        counts, momentum = [], group["momentum"]
+        f = [own.get("f") for own in known]
+        momenta = [own.get("momentum_buffer") for own in known] if momentum else []
+        if any(x is None for x in (*f, *momenta)):
+            given = f, momenta
+            f = rule.average(part)
+            # Without one before, SGD's first momentum is the gradient alone.
+            momenta = [torch.zeros_like(p) if m is None else m for m, p in zip(momenta, params, strict=False)]
+            if narrow:
+                f, momenta = ([x.to(torch.bfloat16 if low else torch.float32) for x in xs] for xs in (f, momenta))
+            for name, before, now in zip(("f", "momentum_buffer"), given, (f, momenta), strict=True):
+                for p, x, y in zip(params, before, now, strict=False):
+                    if x is None:
+                        new.setdefault(p, {})[name] = y
+        numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
+    state_of = torch.bfloat16 if low else torch.float32
+    alike = len({t.dtype for t in (*params, *part.gradients)}) == 1 and {t.dtype for t in (*momenta, *f)} == {state_of}
+    if not alike or not readable(params, part.gradients, momenta, f, counts):
         return None
-    numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
-    return Launched(params, part.gradients, momenta or None, f, state=fresh, **numbers)
+    return Launched(params, part.gradients, momenta or None, f, state=new, **numbers)
 
 
 class TwoKernels:
@@ -383,16 +398,18 @@ class TwoKernels:
 
     @contextmanager
     def _displaced(self) -> Iterator[None]:
-        self._displace(self._radius)
+        self._displace()
         try:
             yield
         except BaseException:
-            self._displace(-self._radius)
+            self._displace(back=True)
             raise
-
-    def _displace(self, radius: float) -> None:
         for part in self.parts:
-            part.displace_(self.reached, radius)
+            part.come_back_()
+
+    def _displace(self, *, back: bool = False) -> None:
+        for part in self.parts:
+            part.displace_(self.reached, self._radius, back=back)
 
     @property
     def is_new(self) -> bool:
@@ -453,7 +470,7 @@ class TwoKernels:
     def abandon(self) -> None:
         """Leave the weights where they were."""
         if self.ahead:
-            self._displace(-self._radius)
+            self._displace(back=True)
 
     def finish(self) -> Tensor:
         """Make the update, unless a look has shown that it must not be; gives ‖ρ∇T‖² and ‖∇L + ρ∇T‖²."""

@@ -94,7 +94,8 @@ def _made(team: Team, call: Call, around: Surroundings) -> tuple[Any, list[Step]
         passes = team.displaced(joint, safely=call.scaler is not None and around.model is None)
         team.share(joint, drive(passes, partial(evaluator.at, joint.params)), steps)
         team.check(steps, call, around)
-    return found.returned, steps
+    returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
+    return returned, steps
 
 
 @contextmanager

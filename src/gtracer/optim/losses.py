@@ -104,8 +104,9 @@ class Losses:
         rest, sums = iter(ahead), []
         for part in self._step.slices:
             for one in part.each():  # no second copy of the whole direction beside both gradients
-                u, _ = aimed(one.gradients, *self._method.damped(self._step, self._rule, one), one.signed_rho)
-                sums.append([tensors.dot(u, x) for x in (u, one.gradients, [next(rest)])])
+                g, there = tensors.wide(one.gradients), tensors.wide([next(rest)])
+                u, _ = aimed(g, *self._method.damped(self._step, self._rule, one), one.signed_rho)
+                sums.append([tensors.dot(u, x) for x in (u, g, there)])
         home = sums[0][0].device
         square, before, after = (torch.stack([x.to(home) for x in column]).sum() for column in zip(*sums, strict=True))
         scale = self._method.radius / square.sqrt()

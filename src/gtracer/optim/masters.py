@@ -3,33 +3,45 @@
 A master is the weight in the model and sixteen bits more, which the state keeps: exactly float32, at the memory of one
 further copy in bfloat16. The base optimiser finds the masters where it looks for parameters, so that its arithmetic and
 its state are float32's. Whoever writes into the weights between steps moves the masters with them.
+
+Without master weights the sixteen bits are not kept: weights and state are in bfloat16, and what an update makes of
+them is rounded up or down by chance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gtracer import tensors
-from gtracer.optim.step import Step
+from gtracer.optim.step import COUNT, Step
+
+if TYPE_CHECKING:
+    from gtracer.optim.rules import Rule
 
 REST = "rest"  # in the state: the bits that a master has beyond the weight
 
 
+def is_narrow(p: Tensor) -> bool:
+    """Whether a weight is in bfloat16."""
+    return p.dtype == torch.bfloat16
+
+
 @contextmanager
-def updated(step: Step, base: torch.optim.Optimizer) -> Iterator[None]:
+def updated(step: Step, rule: Rule) -> Iterator[None]:
     """Where an update is made: of the masters, which are then rounded into the weights."""
+    base = rule.base
     masters: dict[Tensor, Tensor] = {}
     for p in step.params:
         if p.dtype == torch.bfloat16:
             own = base.state.get(p, {})
             rest = own.get(REST)
             if rest is None:
-                # Some of it was made in bfloat16: by Adagrad's __init__, or before the optimiser was wrapped.
+                # In bfloat16 it is without masters, by Adagrad's __init__, or from before the optimiser was wrapped.
                 own.update({name: tensors.wide([x])[0] for name, x in own.items() if isinstance(x, Tensor)})
             # Not in p.data: autograd would forget who listens to p's gradients, as DistributedDataParallel does.
             masters[p] = nn.Parameter(p.detach().float() if rest is None else joined(p, rest))
@@ -40,9 +52,19 @@ def updated(step: Step, base: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         _stand_in({master: p for p, master in masters.items()}, step, base)
     # Not before the first update: many optimisers fill a state only while it is empty.
+    if rule.master_weights:
+        for p, master in masters.items():
+            rounded, base.state[p][REST] = split(master.detach())
+            p.copy_(rounded)
+        return
+    chance = tensors.Chance(-1 - base.param_groups[0][COUNT])  # displacements draw by the number itself
     for p, master in masters.items():
-        rounded, base.state[p][REST] = split(master.detach())
-        p.copy_(rounded)
+        own = base.state[p]
+        own.pop(REST, None)
+        p.copy_(chance.rounded(master.detach()))
+        for name, x in own.items():
+            if isinstance(x, Tensor) and x.shape == p.shape and x.dtype == torch.float32 and name != "step":
+                own[name] = chance.rounded(x)
 
 
 def _stand_in(others: dict[Tensor, Tensor], step: Step, base: torch.optim.Optimizer) -> None:
@@ -55,13 +77,14 @@ def _stand_in(others: dict[Tensor, Tensor], step: Step, base: torch.optim.Optimi
 
 
 def load(opt: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Take the state of weights in bfloat16 as it was saved: torch has rounded all of it to the weights' type."""
+    """Take the state as it was saved: torch has made all of it the weights' type, whole numbers and float32 too."""
     saved = [i for group in state_dict["param_groups"] for i in group["params"]]
     params = [p for group in opt.param_groups for p in group["params"]]
     for i, p in zip(saved, params, strict=True):
-        for name, value in state_dict["state"].get(i, {}).items() if p.dtype == torch.bfloat16 else ():
-            if isinstance(value, Tensor) and name != "step":
-                opt.state[p][name] = tensors.wide([value.to(p.device)])[0]
+        for name, value in state_dict["state"].get(i, {}).items():
+            # A subclass knows its own: torchao's quantised states look like float32.
+            if type(value) is Tensor and name != "step" and (is_narrow(p) or not value.is_floating_point()):
+                opt.state[p][name] = value.to(p.device, copy=True)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

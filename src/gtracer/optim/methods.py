@@ -236,6 +236,6 @@ class Sharpness:
 
 def sharpness_change(gradients: Tensors, displacement: Tensors) -> Passes:
     """∇L(w + e) − ∇L(w)."""
-    ahead = yield displacement
+    ahead = tensors.wide((yield displacement))
     torch._foreach_sub_(ahead, gradients)
     return ahead

@@ -385,7 +385,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         caller, around = self._caller, evaluator.around
         if caller.draws is None and evaluator.due:
             caller.note_draws(around.random)
-        step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start)
+        step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start, wide=not fuse)
         if self.controller is not None and self.controller.held_out is not None:
             look_at_held_out_data(self, step, around)
         if fuse and isinstance(self.method, TraceRatio) and step.slices:
@@ -393,6 +393,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if step.kernels is not None:
             passes = step.kernels.passes() if step.due else None
         else:
+            if fuse:
+                step.widen()
             passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
         if step.evaluation is not None:
             step.drop_graph()
@@ -406,13 +408,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             step.random = around.random, around.drawn or around.random
         return step
 
-    def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None) -> Step:
-        """Collect the gradients of the first pass."""
+    def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None, *, wide: bool = True) -> Step:
+        """Collect the gradients of the first pass; `wide`, in float32 where they are in bfloat16."""
         slices = []
         for group in self.param_groups:
             if params := used(group, self.method):
                 gradients = tensors.kept([p.grad for p in params if p.grad is not None])
-                if found.evaluation is None:  # else they have a graph, which is in bfloat16
+                if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
                     gradients = tensors.wide(gradients)
                 F = None if start is None else [start[p] for p in params]
                 slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
@@ -452,7 +454,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             if is_capturing():
                 refusals.check_capture_of_lr(self.base)
             narrow = any(p.dtype == torch.bfloat16 for p in step.params)
-            with masters.updated(step, self.base) if narrow else nullcontext():
+            with masters.updated(step, self.rule) if narrow else nullcontext():
                 self.rule.update(step)
             for note in step.after:
                 note(step)

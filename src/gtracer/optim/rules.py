@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from gtracer import checks
+from gtracer import checks, tensors
 from gtracer.curvature import initial_average
 from gtracer.optim.engines import Runner, as_it_is
 from gtracer.optim.step import Slice, Step
@@ -26,6 +26,10 @@ class Rule(Protocol):
     @property
     def keeps_average(self) -> bool:
         """Whether there is an f."""
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether weights in bfloat16 have float32 masters; otherwise they and the state are rounded by chance."""
 
     @property
     def is_capturable(self) -> bool:
@@ -67,10 +71,12 @@ class TorchRule:
     Attributes:
         base: The optimiser.
         keeps_average: Whether there is an f.
+        master_weights: Of weights in bfloat16: whether they have float32 masters.
     """
 
     base: torch.optim.Optimizer
     keeps_average: bool = True
+    master_weights: bool = True
 
     is_capturable = True
 
@@ -84,12 +90,12 @@ class TorchRule:
         return "f" in self.base.state.get(p, {})
 
     def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
-        return [self.base.state[p]["f"] for p in params]
+        return tensors.wide([self.base.state[p]["f"] for p in params])
 
     def average(self, part: Slice) -> Tensors:
         if part.f is None:
             known = [self.base.state.get(p, {}).get("f") for p in part.params]
-            part.f = average_at_first(self, part) if any(f is None for f in known) else known
+            part.f = average_at_first(self, part) if any(f is None for f in known) else tensors.wide(known)
         return part.f
 
     def update(self, step: Step) -> None:
@@ -144,10 +150,11 @@ def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0
     return torch._foreach_add(v, [f0 * weight for weight in start])
 
 
-def adam_state(p: Tensor, *, capturable: bool) -> dict[str, Tensor]:
-    """Adam's state before the first step; a `capturable` one counts on the device."""
+def adam_state(p: Tensor, *, capturable: bool, low: bool = False) -> dict[str, Tensor]:
+    """Adam's state before the first step; a `capturable` one counts on the device, a `low` one is in bfloat16."""
     count = torch.zeros((), device=p.device if capturable else "cpu")
-    return {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    dtype = torch.float32 if p.dtype == torch.bfloat16 and not low else p.dtype
+    return {"step": count, "exp_avg": torch.zeros_like(p, dtype=dtype), "exp_avg_sq": torch.zeros_like(p, dtype=dtype)}
 
 
 def refuse_amsgrad(amsgrad: Any) -> NoReturn:
@@ -168,12 +175,14 @@ class AdamRule:
         decoupled: Whether the weight decay is AdamW's.
         of_total: Whether the second moment is fed by ∇[L + ρT], where F is the squared gradient. Else by ∇L.
         run: Runs the arithmetic.
+        master_weights: Of weights in bfloat16: whether they have float32 masters.
     """
 
     base: torch.optim.Adam
     decoupled: bool = False
     of_total: bool = True
     run: Runner = as_it_is
+    master_weights: bool = True
 
     keeps_average = True
 
@@ -201,7 +210,7 @@ class AdamRule:
     def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
         known = [self.base.state[p] for p in params]
         counts = _counted(group, [own["step"] for own in known])
-        return adam_average([own["exp_avg_sq"] for own in known], counts, group["betas"][1], hyper["f0"])
+        return adam_average(tensors.wide([own["exp_avg_sq"] for own in known]), counts, group["betas"][1], hyper["f0"])
 
     def average(self, part: Slice) -> Tensors:
         if all("exp_avg_sq" in self.base.state.get(p, ()) for p in part.params):

@@ -117,6 +117,10 @@ class Step:
     def drop_graph(self) -> None:
         """The engine may need the gradients' graph, nobody after it does."""
         self.evaluation = None
+        self.widen()
+
+    def widen(self) -> None:
+        """Gradients in float32, where they are in bfloat16."""
         for part in self.slices:
             part.gradients = tensors.wide([g.detach() for g in part.gradients])
 

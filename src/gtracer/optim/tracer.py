@@ -61,17 +61,19 @@ class Tracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        master_weights: bool = True,
         steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
         check_base(base_optimizer, TwoPassOptimizer)
         checks.kind("model", model, (nn.Module, type(None)))
         checks.count("interval", interval)
+        checks.flag("master_weights", master_weights)
         method = trace_ratio_of(curvature, average, engine, scale_free, model, implementation, reuse)
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base_optimizer),
+            rule=TorchRule(base_optimizer, master_weights=master_weights),
             transforms=transforms_of(clip, transforms),
             controller=controller_of(held_out, steps_per_epoch),
             interval=interval,
@@ -123,6 +125,7 @@ class SGDTracer(TwoPassOptimizer):
         model: nn.Module | None = None,
         nonfinite: str = "raise",
         implementation: str = "auto",
+        master_weights: bool = True,
         steps_per_epoch: int | None = None,
         held_out: Callable[[], Tensor] | None = None,
     ) -> None:
@@ -136,6 +139,7 @@ class SGDTracer(TwoPassOptimizer):
         checks.kind("fused", fused, (bool, type(None)))
         checks.kind("model", model, (nn.Module, type(None)))
         checks.count("interval", interval)
+        checks.flag("master_weights", master_weights)
         base = torch.optim.SGD(
             checks.parameters(params),
             lr=lr,
@@ -151,7 +155,7 @@ class SGDTracer(TwoPassOptimizer):
         super().__init__(
             {"rho": rho, "beta": beta, "delta": delta, "f0": f0},
             method=method,
-            rule=TorchRule(base),
+            rule=TorchRule(base, master_weights=master_weights),
             transforms=transforms_of(clip, transforms),
             controller=controller_of(held_out, steps_per_epoch),
             interval=interval,

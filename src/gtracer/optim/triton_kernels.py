@@ -21,12 +21,14 @@ from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 BLOCK = 2048
+FEW = 2**22  # weights in bfloat16, up to which a copy is kept while they are displaced
 
 
 @triton.jit
-def pointers_to(addresses, tensor, inside, ALIGNED: tl.constexpr):
-    """Pointers to this block of the tensor."""
-    start = tl.load(addresses + tensor).to(tl.pointer_type(tl.float32))
+def pointers_to(addresses, tensor, inside, ALIGNED: tl.constexpr, BITS: tl.constexpr = False):
+    """Pointers to this block of the tensor, of float32 or of sixteen BITS."""
+    start = tl.load(addresses + tensor)
+    start = start.to(tl.pointer_type(tl.int16)) if BITS else start.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     return start + inside
@@ -61,6 +63,78 @@ def write(addresses, tensor, inside, size, value, ALIGNED: tl.constexpr, FULL: t
 
 
 @triton.jit
+def mixed(x):
+    """A hash of whole numbers."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def chance(seed, tensor, inside):
+    """Sixteen random bits for each number, the same whenever they are asked for."""
+    return (mixed(inside.to(tl.uint32) + mixed(seed.to(tl.uint32) * 4096 + tensor.to(tl.uint32))) >> 16).to(tl.int32)
+
+
+@triton.jit
+def upper_half(x, low):
+    """Of float32 the bits of a bfloat16, after the addition of `low` to the others: half of them, or random ones."""
+    return (x.to(tl.int32, bitcast=True) + low) >> 16
+
+
+@triton.jit
+def widened(upper, rest):
+    """The float32 whose bits these are."""
+    return ((upper.to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def read_bits(addresses, tensor, inside, size, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """This block of a tensor of sixteen bits, as whole numbers."""
+    at = pointers_to(addresses, tensor, inside, ALIGNED, True)
+    if FULL:
+        return tl.load(at).to(tl.int32)
+    return tl.load(at, mask=inside < size, other=0).to(tl.int32)
+
+
+@triton.jit
+def write_bits(addresses, tensor, inside, size, value, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Likewise."""
+    at = pointers_to(addresses, tensor, inside, ALIGNED, True)
+    if FULL:
+        tl.store(at, value.to(tl.int16))
+    else:
+        tl.store(at, value.to(tl.int16), mask=inside < size)
+
+
+@triton.jit
+def read_any(addresses, tensor, inside, size, other, ALIGNED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr):
+    """This block of the tensor, of float32 or, NARROW, of bfloat16."""
+    if NARROW:
+        return widened(read_bits(addresses, tensor, inside, size, ALIGNED, FULL), 0)
+    return read(addresses, tensor, inside, size, other, ALIGNED, FULL)
+
+
+@triton.jit
+def write_any(
+    addresses, tensor, inside, size, value, low, ALIGNED: tl.constexpr, FULL: tl.constexpr, NARROW: tl.constexpr
+):
+    """Likewise; `low` is what decides whether a bfloat16 is rounded up."""
+    if NARROW:
+        write_bits(addresses, tensor, inside, size, upper_half(value, low), ALIGNED, FULL)
+    else:
+        write(addresses, tensor, inside, size, value, ALIGNED, FULL)
+
+
+@triton.jit
+def moved_back(w, e, low):
+    """What was moved by e, and then rounded with the same random bits, is in the middle of what they leave possible."""
+    bits = w.to(tl.int32, bitcast=True)
+    between = tl.maximum((bits & 0x7FFFFFFF) - low + (2**15 - 1), 0) | (bits & -(2**31))
+    return widened(upper_half(between.to(tl.float32, bitcast=True) - e, 2**15), 0)
+
+
+@triton.jit
 def remaining(log_beta, count):
     """β to the power of the count, which is float64: of that, 1 − β leaves enough."""
     return tl.exp(log_beta * count)
@@ -69,7 +143,7 @@ def remaining(log_beta, count):
 @triton.jit
 def counted(rows, n, tensor):
     """Adam's count of steps."""
-    return tl.load(pointers_to(rows + 4 * n, tensor, 0, False)).to(tl.float64)
+    return tl.load(pointers_to(rows + 5 * n, tensor, 0, False)).to(tl.float64)
 
 
 @triton.jit
@@ -104,13 +178,14 @@ def scale(reached, radius):
 def reach_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, rho, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Σu², Σgx and Σg² over a block, with x = ∇L / (f + δ) and u = ρx."""
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
         if full == FULL:
-            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
-            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
+            g = read_any(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            v = read_any(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL, LOW)
             x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
             at = sums + 3 * tl.program_id(0)
             tl.store(at, rho * rho * tl.sum(x * x))
@@ -118,20 +193,26 @@ def reach_kernel(
             tl.store(at + 2, tl.sum(g * g))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def displace_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho,
+    blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, seed, BACK: tl.constexpr,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
-    """A block of weights, moved along ρx, all of which is to have the length `radius`."""
+    """A block of weights, moved along ρx, all of which is to have the length `radius`; or BACK."""
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
         if full == FULL:
-            p = read(rows, tensor, inside, size, 0.0, ALIGNED, FULL)
-            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
-            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
+            p = read_any(rows, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            g = read_any(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            v = read_any(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL, LOW)
             x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-            write(rows, tensor, inside, size, p + finite(scale(reached, radius) * rho * x), ALIGNED, FULL)
+            e = finite(scale(reached, radius) * rho * x)
+            low = chance(seed, tensor, inside)
+            there = p + e
+            if BACK:
+                there = moved_back(p, e, low) if NARROW else p - e
+            write_any(rows, tensor, inside, size, there, 0 if BACK else low, ALIGNED, FULL, NARROW)
 
 
 @triton.jit
@@ -146,29 +227,30 @@ def pushed(ahead, g, reached, radius, factor, AGAIN: tl.constexpr):
 def total_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, ahead, factor, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    AGAIN: tl.constexpr,
+    NARROW: tl.constexpr, LOW: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over a block, for what has to be known of all before any is updated."""
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
         if full == FULL:
-            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
-            found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
+            g = read_any(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            found = read_any(ahead, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
             penalty = pushed(found, g, reached, radius, factor, AGAIN)
             total = g + penalty
             tl.store(sums + 2 * tl.program_id(0), tl.sum(penalty * penalty))
             tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])
 def finish_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, limit, shrink, healthy, lr, sums,
-    log_beta1, beta1, less1, beta2, less2, eps, decay,
+    seed, log_beta1, beta1, less1, beta2, less2, eps, decay,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    AGAIN: tl.constexpr, KEPT: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr,
-    CLIPPED: tl.constexpr, GUARDED: tl.constexpr, LIMITED: tl.constexpr, RATE: tl.constexpr,
+    NARROW: tl.constexpr, LOW: tl.constexpr, AGAIN: tl.constexpr, AWAY: tl.constexpr, KEPT: tl.constexpr,
+    MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, WHOLE: tl.constexpr, CLIPPED: tl.constexpr,
+    GUARDED: tl.constexpr, LIMITED: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
-    """A block, moved back and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
+    """A block, moved back if it is AWAY, and updated; Σ(ρ∇T)² and Σ(∇L + ρ∇T)² over it.
 
     `ahead` are the gradients of the displaced pass, or, with AGAIN, an old ρ∇T, to be multiplied by `factor`; where it
     is to be KEPT, the new one is put in the row after them. LIMITED, it is shrunk first. Where it is
@@ -179,16 +261,20 @@ def finish_kernel(
     tensor, inside, size, full = place(blocks, sizes, BLOCK)
     for FULL in tl.static_range(2):  # made twice: what is not masked is read four at a time
         if full == FULL:
-            w = read(rows, tensor, inside, size, 0.0, ALIGNED, FULL)
-            g = read(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL)
-            v = read(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL)
-            found = read(ahead, tensor, inside, size, 0.0, ALIGNED, FULL)
+            w = read_any(rows, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            g = read_any(rows + n, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
+            v = read_any(rows + 3 * n, tensor, inside, size, 1.0, ALIGNED, FULL, LOW)
+            found = read_any(ahead, tensor, inside, size, 0.0, ALIGNED, FULL, NARROW)
             penalty = pushed(found, g, reached, radius, factor, AGAIN)
             if LIMITED:
                 penalty *= tl.load(limit)
-            if not AGAIN:
+            if AWAY:
                 x = towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM, FIRST, DAMPED)
-                w -= finite(scale(reached, radius) * rho * x)
+                e = finite(scale(reached, radius) * rho * x)
+                w = moved_back(w, e, chance(seed, tensor, inside)) if NARROW else w - e
+            if NARROW and not LOW:
+                rest = read_bits(rows + 4 * n, tensor, inside, size, ALIGNED, FULL)
+                w = widened(w.to(tl.int32, bitcast=True) >> 16, rest)
             go = True
             if GUARDED:
                 go = tl.load(healthy) > 0
@@ -211,41 +297,54 @@ def finish_kernel(
             second = beta2 * v + less2 * seen * seen
             if ADAM:
                 count = counted(rows, n, tensor)
-                m = read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL)
+                m = read_any(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL, LOW)
                 first = m + less1 * (total - m)
                 upper = (1 / (1 - remaining(log_beta1, count + 1))).to(tl.float32)
                 lower = tl.sqrt((1 / (1 - remaining(log_beta2, count + 1))).to(tl.float32))
                 w = w * (1 - rate * decay) - rate * upper * first / (tl.sqrt(second) * lower + eps)
                 if GUARDED:
                     first = tl.where(go, first, m)
-                write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
+                low = chance(seed + 2, tensor, inside)
+                write_any(rows + 2 * n, tensor, inside, size, first, low, ALIGNED, FULL, LOW)
             else:
                 total += decay * w
                 if MOMENTUM:
-                    m = read(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL)
+                    m = read_any(rows + 2 * n, tensor, inside, size, 0.0, ALIGNED, FULL, LOW)
                     first = beta1 * m + total
                     total = total + beta1 * first if NESTEROV else first
                     if GUARDED:
                         first = tl.where(go, first, m)
-                    write(rows + 2 * n, tensor, inside, size, first, ALIGNED, FULL)
+                    low = chance(seed + 2, tensor, inside)
+                    write_any(rows + 2 * n, tensor, inside, size, first, low, ALIGNED, FULL, LOW)
                 w -= rate * total
             if GUARDED:
                 w = tl.where(go, w, before)
                 second = tl.where(go, second, v)
-            write(rows, tensor, inside, size, w, ALIGNED, FULL)
-            write(rows + 3 * n, tensor, inside, size, second, ALIGNED, FULL)
+            if NARROW and not LOW:
+                upper = upper_half(w, 2**15)
+                rest = w.to(tl.int32, bitcast=True) - (upper << 16)
+                write_bits(rows, tensor, inside, size, upper, ALIGNED, FULL)
+                write_bits(rows + 4 * n, tensor, inside, size, rest, ALIGNED, FULL)
+            else:
+                low = chance(seed + 1, tensor, inside)
+                write_any(rows, tensor, inside, size, w, low, ALIGNED, FULL, LOW)
+            low = chance(seed + 3, tensor, inside)
+            write_any(rows + 3 * n, tensor, inside, size, second, low, ALIGNED, FULL, LOW)
 
 
 @triton.jit
 def agree_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, before, stride, healthy, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    GUARDED: tl.constexpr,
+    NARROW: tl.constexpr, LOW: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
     """Σgb, Σg² and Σb² over every `stride`-th number of a block, where b are those of the step before; g replaces b."""
     tensor, inside, size, _ = place(blocks, sizes, BLOCK)
     taken = (inside < size) & (inside % stride == 0)
-    g = tl.load(pointers_to(rows + n, tensor, inside, False), mask=taken, other=0.0)
+    if NARROW:
+        g = widened(tl.load(pointers_to(rows + n, tensor, inside, False, True), mask=taken, other=0), 0)
+    else:
+        g = tl.load(pointers_to(rows + n, tensor, inside, False), mask=taken, other=0.0)
     there = pointers_to(before, tensor, inside // stride, False)
     b = tl.load(there, mask=taken, other=0.0)
     at = sums + 3 * tl.program_id(0)
@@ -258,7 +357,11 @@ def agree_kernel(
 
 
 class Launched:
-    """Tensors that lie in a row each, of floats, on one device, and the kernels on them.
+    """Tensors that lie in a row each, of one type, on one device, and the kernels on them.
+
+    Weights in bfloat16 are displaced by stochastic rounding. Where they are few they come back from a copy, otherwise
+    by the same random bits, all but those that the displacement takes past a power of two, or swallows. Their update is
+    that of float32 masters, or where the averages are in bfloat16 too, it is rounded by chance, and so are these.
 
     Args:
         params: The weights.
@@ -266,6 +369,8 @@ class Launched:
         momenta: Adam's or SGD's; None without momentum.
         averages: f, or Adam's second moments.
         counts: Adam's steps so far, where it is Adam.
+        rest: What masters have beyond weights in bfloat16, if there are masters.
+        seed: By which is rounded: another one in every step.
         state: What of all that is new in the optimiser's state, to be kept after the step.
         rho, delta: ρ and δ.
         f0: Of Adam alone: a number, or None for the first gradient. An f that is given holds it already.
@@ -281,6 +386,8 @@ class Launched:
         averages: Tensors,
         counts: Tensors = (),
         *,
+        rest: Tensors | None = None,
+        seed: int = 0,
         state: dict[Tensor, dict[str, Tensor]],
         rho: float,
         delta: float,
@@ -290,12 +397,16 @@ class Launched:
     ) -> None:
         self.params, self.state, self._counts = params, state, counts
         self._device = params[0].device
-        self._rows = Rows(params, g, momenta or params, averages, *([counts] if counts else []))
+        self._rows = Rows(params, g, momenta or params, averages, rest or params, *([counts] if counts else []))
         self._blocks = blocks_of(tuple(p.numel() for p in params), BLOCK, self._device)
-        self._rho, self._betas, self._options = rho, betas, options
+        self._rho, self._betas, self._options, self._seed = rho, betas, options, 4 * seed
         self._has_momentum = momenta is not None
         self._numbers = (0.0 if f0 is None else f0, delta, _log(betas[1]))
         self._kind = {"ADAM": bool(counts), "FIRST": f0 is None, "DAMPED": delta > 0, "BLOCK": BLOCK}
+        self._copy: list[Tensor] | None = None
+        self._away = False
+        narrow = {"NARROW": params[0].dtype, "LOW": averages[0].dtype}
+        self._kind |= {name: dtype == torch.bfloat16 for name, dtype in narrow.items()}
 
     def _launch(self, kernel: Any, *arguments: Any, aligned: bool = True, **kind: bool) -> None:
         """One program for each block."""
@@ -312,9 +423,24 @@ class Launched:
         self._launch(reach_kernel, self._rho, sums)
         return sums.sum(0)
 
-    def displace_(self, reached: Tensor, radius: float) -> None:
-        """Move the weights along u, which, all `reached`, gets this length; where that is no number, not at all."""
-        self._launch(displace_kernel, reached, radius, self._rho)
+    def displace_(self, reached: Tensor, radius: float, *, back: bool = False) -> None:
+        """Move the weights along u, which, all `reached`, gets this length; where that is no number, not at all.
+
+        Or move them back from there.
+        """
+        if back and self._copy is not None:
+            self.come_back_()
+            return
+        if self._kind["NARROW"] and sum(map(Tensor.numel, self.params)) <= FEW:
+            self._copy = [p.clone() for p in self.params]
+        self._launch(displace_kernel, reached, radius, self._rho, self._seed, BACK=back)
+        self._away = not back
+
+    def come_back_(self) -> None:
+        """Put the weights back that a copy was kept of; the others come back with their update."""
+        if self._copy is not None:
+            torch._foreach_copy_(self.params, self._copy)
+            self._copy, self._away = None, False
 
     def take(self, ahead: Tensors, again: float | None, kept: Tensors | None) -> None:
         """Be told what makes ρ∇T, before `total` and `finish_`.
@@ -324,7 +450,9 @@ class Launched:
             again: In that case the factor to multiply it by.
             kept: Where to put ρ∇T, if anywhere.
         """
-        self._ahead = [t.contiguous() for t in ahead]  # there until the kernels are on their way
+        self._ahead = [
+            t.to(p.dtype).contiguous() for t, p in zip(ahead, self.params, strict=True)
+        ]  # there until the kernels are on their way
         self._second = Rows(self._ahead, *([kept] if kept is not None else []))
         self._factor = 0.0 if again is None else again
         self._source = {"AGAIN": again is not None, "aligned": self._second.aligned}
@@ -361,9 +489,14 @@ class Launched:
         first, second = self._betas
         numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
         pointers = [sums if number is None else number for number in (limit, shrink, healthy)]  # else not read
-        given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums)
+        given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums, self._seed)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
-        kind |= {"KEPT": self._keeps, "WHOLE": own.get("whole", False), "CLIPPED": shrink is not None}
+        kind |= {
+            "AWAY": self._away,
+            "KEPT": self._keeps,
+            "WHOLE": own.get("whole", False),
+            "CLIPPED": shrink is not None,
+        }
         kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None, "RATE": isinstance(lr, float)}
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gtracer import cli
 from gtracer.curvature import Evaluation, Recording, per_example
-from gtracer.lab.benchmarks import estimators, loading, measurement, optimizers, scaling, throughput
+from gtracer.lab.benchmarks import estimators, fine_tuning, loading, measurement, optimizers, scaling, throughput
 from gtracer.lab.data.pictures import IMAGENET, Pictures
 from gtracer.lab.errors import LabError
 from gtracer.lab.models.transformer import Transformer
@@ -260,3 +260,60 @@ def test_loading_reads_every_image_once_in_both_ways(tmp_path, capsys, monkeypat
     ours = Pictures((16, 16), *IMAGENET)
     for place, plain in enumerate(loading.Plain(paths)[i] for i in range(3)):
         torch.testing.assert_close(ours(paths[place]), plain)
+
+
+def test_fine_tuning_is_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
+    """Every row over its own base; memory in copies of what that base trains."""
+    memory = iter(range(1_000_000, 100_000_000, 1_000_000))
+    monkeypatch.setattr(measurement, "peak", lambda step, device, state: next(memory))
+    monkeypatch.setenv("COLUMNS", "140")
+    out = tmp_path / "bench.json"
+    words = ["bench", "fine-tuning", "--model", "llama-tiny", "--rounds", "1", "--batch-size", "2", "--device", "cpu"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    printed, result = capsys.readouterr().out, json.loads(out.read_text())
+    assert set(result["seconds"]) == set(fine_tuning.rows(CPU))
+    for name, (seconds,) in result["seconds"].items():
+        row = next(line for line in printed.splitlines() if f"│ {name} " in line)
+        cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+        base = result["over"][name]
+        more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["trained"][base]
+        ratio = seconds / result["seconds"][base][0]
+        memory_here = f"{result['peak_memory'][name] / 1e6:.0f}"
+        assert [cells[0], cells[1], *cells[3:]] == [
+            name,
+            f"{seconds * 1e3:.1f}",
+            f"{ratio:.3f}",
+            memory_here,
+            f"{more:+.2f}",
+        ]
+    assert result["trained"]["LoRA, AdamW"] == 2 * result["trained"]["LoRA in bfloat16, AdamW"]
+
+
+@pytest.mark.parametrize("name", fine_tuning.rows(CPU))
+def test_fine_tuning_makes_real_steps(name):
+    """Of the weights that the row names, in its types; only they move."""
+    row = fine_tuning.rows(CPU)[name]
+    made = []
+    found = fine_tuning.network
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fine_tuning, "network", lambda *args: made.append(found(*args)) or made[-1])
+        step, trained = fine_tuning.build(row, "llama-tiny", 2, CPU)
+    before = [p.detach().clone() for p in made[0].parameters()]
+    step()
+    assert {p.dtype for p in trained} == {row.weights if row.adapters is None else row.adapters}
+    ours = set(map(id, trained))
+    for p, then in zip(made[0].parameters(), before, strict=True):
+        assert torch.equal(p, then) == (id(p) not in ours) or p.dtype == torch.bfloat16  # some round to what they were
+    assert any(not torch.equal(p, then) for p, then in zip(made[0].parameters(), before, strict=True))
+    assert (row.adapters is None) == (len(ours) == len(before))
+
+
+def test_adapters_are_lora():
+    """W + 2BA, which is what α = 2r gives."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(5, 7)
+    adapted = fine_tuning.Adapted(layer, 3, torch.float32)
+    torch.nn.init.normal_(adapted.up)
+    x = torch.randn(4, 5)
+    expected = torch.nn.functional.linear(x, layer.weight + 2 * adapted.up @ adapted.down, layer.bias)
+    torch.testing.assert_close(adapted(x), expected)
