@@ -200,7 +200,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     """A column for each method, a row for each measure, and what its rank tells of the accuracy."""
     heads = [f"{m}, ρ {r:g}" if r else m for m, r in {row["method"]: row["rho"] for row in rows}.items()]
     epochs, seeds = (max(of) for of in zip(*((row["last"]["epoch"], row["seed"] + 1) for row in rows), strict=True))
-    lines = [f"| {epochs} epochs, n = {seeds} | " + " | ".join(heads) + " | rank correlation | without SGD |", "|" + " --- |" * (len(heads) + 3)]
+    lines = [
+        f"| {epochs} epochs, n = {seeds} | " + " | ".join(heads) + " | rank correlation | without SGD |",
+        "|" + " --- |" * (len(heads) + 3),
+    ]
     others = [row for row in rows if row["method"] != "SGD"]
     lines.append(
         "| test accuracy, % | " + " | ".join(_cells(rows, lambda r: 100 * r["last"]["test_accuracy"])) + " | | |"

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from gtracer.sharpness import SplitLoss, classification, measure
-from gtracer.sharpness.objective import Telling
+from gtracer.sharpness.progress import Telling
 from support.dense import batches, matrices
 
 FEW = {"top": 1, "steps": 3, "probes": 2, "samples": 1, "ascent": 2, "progress": False}
@@ -428,3 +428,23 @@ def test_several_processes_are_refused(net, monkeypatch):
         measure(net, classification(net), batches(), **FEW)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     assert measure(net, classification(net), batches(), **FEW).loss > 0
+
+
+@pytest.mark.parametrize("mode", [torch.bfloat16, torch.float16])
+def test_autocast_around_a_measurement_is_autocast_in_the_loss(mode):
+    """Autocast keeps the weights that it has rounded, while they are displaced and while they are dual numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3))
+    given = [(x.float(), y) for x, y in batches()]
+    plain = classification(model)
+
+    def outputs_of(batch):
+        with torch.autocast("cpu", mode):
+            return plain.outputs_of(batch)
+
+    within = measure(model, SplitLoss(outputs_of, plain.loss_on, plain.correct_on), given, progress=False)
+    with torch.autocast("cpu", mode):
+        around = measure(model, plain, given, progress=False)
+    assert around.expected.value > 0
+    for row, other in zip(within.rows(), around.rows(), strict=True):
+        assert row.value == pytest.approx(other.value, rel=1e-6), row.name
