@@ -131,6 +131,7 @@ def measure(
             examples=objective.examples,
             batches=(len(objective.counts), max(objective.counts)),
             parameters=objective.size,
+            passes=objective.passes,
             settings={**positive, **numbers, "prior": prior, "train_mode": train_mode, "seed": seed},
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ class Objective:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self.examples = 0.0
         self.counts: list[float] = []  # examples of each batch
+        self.evaluated: defaultdict[str, float] = defaultdict(float)  # examples, by what was computed of them
         self.at_weights: float | None = None  # the loss there
         self._products = Products(loss_of, params)
         self._looked = False  # how a product is to be had
@@ -159,7 +161,9 @@ class Objective:
     @torch.no_grad()
     def value_here(self) -> Value:
         """The loss at the weights that the model has."""
-        return self.mean([self._evaluated(batch, examples) for _, batch, examples in self.sweep()])
+        each = [self._evaluated(batch, examples) for _, batch, examples in self.sweep()]
+        self.evaluated["evaluation"] += self.examples
+        return self.mean(each)
 
     def gradients(self, displacement: Tensor | None = None, judged: bool = False) -> Iterator[tuple[Told, Tensor]]:
         """Of each batch: what it tells, if `judged` also the share that is right, and its gradient."""
@@ -176,6 +180,7 @@ class Objective:
                     torch.zeros_like(p) if g is None else _dense(g) for g, p in zip(found, self.params, strict=True)
                 ]
                 yield told._replace(loss=told.loss.detach()), self.flat(dense)
+        self.evaluated["gradient"] += self.examples
 
     def gradient(self, displacement: Tensor | None = None) -> tuple[float, Tensor]:
         """The loss and its gradient."""
@@ -198,6 +203,7 @@ class Objective:
             each.append(Told(examples, found.detach()))
             for total, product in zip(totals, products, strict=True):
                 total.add_(self.flat(product), alpha=examples)
+        self.evaluated[matrix] += len(vectors) * self.examples
         loss = self.mean(each).loss
         if self._products.pushes and not self._is_same(loss):  # forward mode has drawn other random numbers
             self._products.pushes = False
@@ -231,7 +237,7 @@ class Objective:
         """The loss of this batch alone."""
         settings = Settings(examples_of=self._examples_of, progress=False)
         made = Objective(self.loss_of, [batch], self.params, settings, self.kept, self._signals)
-        made.at_weights = self.at_weights
+        made.at_weights, made.evaluated = self.at_weights, self.evaluated
         return made
 
     @contextmanager
@@ -239,6 +245,11 @@ class Objective:
         """Around sweeps of `only`, within a sweep of this one."""
         with self.kept.aside():
             yield
+
+    @property
+    def passes(self) -> dict[str, float]:
+        """Over all the examples: plain evaluations, gradients, and products with either matrix."""
+        return {kind: count / self.examples for kind, count in self.evaluated.items()}
 
     # One batch.
 
