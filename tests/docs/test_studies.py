@@ -392,19 +392,21 @@ def test_the_study_of_sharpness_in_parallel_takes_what_a_sweep_has_left(tmp_path
             assert other[method]["measures"][name][0] == pytest.approx(value, rel=1e-2), name
 
 
-def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch):
+@pytest.mark.parametrize("name", ["digits", "fashion"])
+def test_what_the_docs_say_of_sharpness_is_in_its_records(monkeypatch, name):
     monkeypatch.syspath_prepend(str(STUDIES))
     module = importlib.import_module("flatness")
-    rows = [json.loads(line) for line in (RECORDS / "sharpness" / "digits.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (RECORDS / "sharpness" / f"{name}.jsonl").read_text().splitlines()]
     assert len(rows) == 30
     page = (ROOT / "docs" / "results" / "sharpness.md").read_text().split("## What came out")[1]
-    for problem, heading in {"digits, 50% noise": "50% label noise", "digits, clean": "clean labels"}.items():
-        printed = module.table([row for row in rows if row["problem"] == problem]).splitlines()
-        section = page.split(f"### Digits, {heading}")[1].split("###")[0]
+    for kind, heading in {"50% noise": "50% label noise", "clean": "clean labels"}.items():
+        printed = module.table([row for row in rows if row["problem"] == f"{name}, {kind}"]).splitlines()
+        title = {"digits": "Digits", "fashion": "Fashion-MNIST"}[name]
+        section = page.split(f"### {title}, {heading}")[1].split("###")[0]
         shown = [line for line in section.splitlines() if line.startswith("|")]
         assert len(shown) >= 10
         assert set(shown) <= set(printed)
-    with_models = results.read(RECORDS / "sharpness" / "digits-runs.jsonl.xz")[0]
+    with_models = results.read(RECORDS / "sharpness" / f"{name}-runs.jsonl.xz")[0]
     assert with_models.given >= 30
 
 
