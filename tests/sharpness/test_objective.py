@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gtracer.sharpness import SplitLoss, classification, measure
@@ -293,6 +294,18 @@ def backward_itself(net):
     return loss_of
 
 
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return nn.Linear(5, 3)
+
+
+def checkpointed(net):
+    def loss_of(batch):
+        return cross_entropy(checkpoint(net, batch[0].clone().requires_grad_(), use_reentrant=True), batch[1])
+
+    return loss_of
+
+
 REFUSED = {
     "no data": (lambda n: (n, loss_of_batch(n), []), ValueError, "batches holds no batch"),
     "a generator": (lambda n: (n, loss_of_batch(n), (b for b in batches())), ValueError, "can be read only once"),
@@ -339,6 +352,32 @@ REFUSED = {
     "no function": (lambda n: (n, None, batches()), ValueError, "loss_of must be a function of a batch"),
     "its own backward": (lambda n: (n, backward_itself(n), batches()), RuntimeError, "loss_of has called backward"),
     "meta": (lambda n: (n.to("meta"), loss_of_batch(n), batches()), ValueError, "not all here"),
+    "a tensor of batches": (lambda n: (n, classification(n), torch.zeros(3, 5)), ValueError, "batches, got a Tensor$"),
+    "one batch": (
+        lambda n: (n, classification(n), (torch.zeros(3, 5), torch.zeros(3).long())),
+        ValueError,
+        "looks like one batch: pass a list",
+    ),
+    "not initialized": (
+        lambda n: (nn.LazyLinear(3), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is not initialized yet",
+    ),
+    "inference mode": (
+        lambda n: (made_in_inference_mode(), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is of inference mode",
+    ),
+    "complex": (
+        lambda n: (nn.Linear(5, 3, dtype=torch.complex64), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is complex",
+    ),
+    "reentrant checkpoints": (
+        lambda n: (n, checkpointed(n), batches()),
+        RuntimeError,
+        "does checkpointing, if there is any, have use_reentrant=False",
+    ),
     "outputs": (
         lambda n: (n, SplitLoss(lambda b: (n(b[0]),), lambda o, b: cross_entropy(o[0], b[1])), batches()),
         ValueError,

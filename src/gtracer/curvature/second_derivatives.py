@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class SecondDerivatives(TorchFunctionMode):
-    """Inside, convolutions and batch norm are made of the functions below; all else is as ever.
+    """Inside, convolutions, batch norm and weight norm are made of the functions below; all else is as ever.
 
     Args:
         run: What to make of a function that is called often and differentiated no further, such as to compile it.
@@ -39,7 +39,7 @@ class SecondDerivatives(TorchFunctionMode):
         convolutions = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
         self._known: dict[Any, Callable[..., Tensor | None]] = {
             name: self._convolution(dimensions) for name, dimensions in convolutions.items()
-        } | {functional.batch_norm: self._batch_norm}
+        } | {functional.batch_norm: self._batch_norm, torch._weight_norm: weight_norm}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the layers that are known; torch makes what they decline."""
@@ -86,6 +86,11 @@ class SecondDerivatives(TorchFunctionMode):
         kept = (running_mean, running_var, training, momentum, eps)
         output: Tensor = BatchNorm.apply(input, weight, bias, *kept, self._run)  # type: ignore[no-untyped-call]
         return output
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """g v/‖v‖, filter by filter. The second derivatives of torch's own take ‖v‖ for a constant."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
 def _is_transformed() -> bool:

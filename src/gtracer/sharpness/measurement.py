@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from gtracer.sharpness.objective import Objective, opened
 from gtracer.sharpness.products import GGN, HESSIAN, check_matrices
 from gtracer.sharpness.progress import Progress
 from gtracer.sharpness.result import Estimate, Sharpness, Spectrum, TraceRatio
+
+CROOKED = 0.01  # of the largest eigenvalue; bfloat16 has some thousandths
 
 
 def measure(
@@ -247,7 +250,7 @@ def _looked_up(what: str, model: nn.Module, objective: Objective, given: Mapping
 
 def _krylov(objective: Objective, kind: str, top: int, steps: int, tolerance: float, seed: int) -> lanczos.Krylov:
     generator = torch.Generator().manual_seed(seed)
-    return lanczos.lanczos(
+    made = lanczos.lanczos(
         lambda v: objective.products(kind, [v])[0],
         lambda: objective.random(generator),
         objective.size,
@@ -255,6 +258,13 @@ def _krylov(objective: Objective, kind: str, top: int, steps: int, tolerance: fl
         top,
         tolerance,
     )
+    if made.asymmetry > CROOKED:
+        warnings.warn(
+            f"products with the {kind} are not symmetric, by {made.asymmetry:.1%} of its largest eigenvalue: a layer's "
+            "derivatives are wrong, or the numbers too coarse. Measure in float32",
+            stacklevel=2,
+        )
+    return made
 
 
 def _spectrum(
@@ -337,3 +347,5 @@ def _worst(
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {value}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.parameter import is_lazy
 
 from gtracer import checks, tensors
 from gtracer.scopes import AllRandomness, Buffers, generators_of
@@ -92,8 +93,12 @@ def checked(model: nn.Module, loss_of: Any, batches: Any, settings: Settings) ->
         raise ValueError(f"model must be a torch.nn.Module, got {short(model)}")
     if not callable(loss_of):
         raise ValueError(f"loss_of must be a function of a batch that gives its loss, got {loss_of!r}")
-    if not isinstance(batches, Iterable):
-        raise ValueError(f"batches must be a DataLoader or a list of batches, got {short(batches)}")
+    if not isinstance(batches, Iterable) or isinstance(batches, Tensor | Mapping):
+        raise ValueError(f"batches must be a DataLoader or a list of batches, got a {type(batches).__name__}")
+    if isinstance(batches, tuple) and len({(x.dtype, x.ndim) for x in batches if isinstance(x, Tensor)}) > 1:
+        raise ValueError(
+            "batches is a tuple of tensors of several kinds, which looks like one batch: pass a list of them"
+        )
     if isinstance(batches, Iterator):  # not by iter(), which draws random numbers and starts a loader's workers
         raise ValueError(
             f"batches can be read only once, being a {type(batches).__name__}, and it takes many sweeps: pass a "
@@ -102,6 +107,10 @@ def checked(model: nn.Module, loss_of: Any, batches: Any, settings: Settings) ->
     if settings.examples_of is not None and not callable(settings.examples_of):
         raise ValueError(f"examples_of must be a function of a batch, got {settings.examples_of!r}")
     checks.flag("train_mode", settings.train_mode)
+    if not isinstance(settings.progress, bool | None) and not callable(settings.progress):
+        raise ValueError(
+            f"progress must be True, False or a function of what is done and its share, got {settings.progress!r}"
+        )
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise RuntimeError(
             f"sharpness in {distributed.get_world_size()} processes: each would measure its own share of the data. "
@@ -116,8 +125,17 @@ def checked(model: nn.Module, loss_of: Any, batches: Any, settings: Settings) ->
     if not params:
         raise ValueError(f"{type(model).__name__} has no parameters that require gradients: nothing can be sharp")
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    for p in params:
-        name = names.get(p, f"of shape {tuple(p.shape)}")
+    for index, p in enumerate(params):
+        name = names.get(p, f"number {index}")
+        if is_lazy(p) or p.is_inference():
+            kind = (
+                "not initialized yet: call the model once"
+                if is_lazy(p)
+                else "of inference mode: copy the model outside"
+            )
+            raise ValueError(f"parameter {name} is {kind}")
+        if p.is_complex():
+            raise ValueError(f"parameter {name} is complex: sharpness is measured of real weights")
         if p.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"parameter {name} is {str(p.dtype).removeprefix('torch.')}, too coarse for the differences that "

@@ -33,6 +33,8 @@ def check_matrices(matrices: Iterable[str] | None, loss_of: Loss) -> tuple[str, 
     split = isinstance(loss_of, SplitLoss)
     if matrices is None:
         return (HESSIAN, GGN) if split else (HESSIAN,)
+    if not isinstance(matrices, Iterable):
+        raise ValueError(f"matrices must be a list of 'hessian' and 'ggn', got {matrices!r}")
     listed = [matrices] if isinstance(matrices, str) else list(matrices)
     for name in listed:
         checks.choice("matrices", name, (HESSIAN, GGN))
@@ -171,7 +173,10 @@ class Products:
 def require_model(found: Sequence[Tensor | None]) -> None:
     """Derivatives by at least one of the parameters."""
     if all(g is None for g in found):
-        raise RuntimeError("the loss depends on none of the model's parameters: does loss_of call this model?")
+        raise RuntimeError(
+            "the loss depends on none of the model's parameters: does loss_of call this model, and does checkpointing, "
+            "if there is any, have use_reentrant=False?"
+        )
 
 
 def explained(error: RuntimeError, matrix: str) -> RuntimeError:
@@ -181,8 +186,8 @@ def explained(error: RuntimeError, matrix: str) -> RuntimeError:
         return RuntimeError(f"loss_of has called backward() itself: it must only return the loss. torch said: {text}")
     if any(word in text for word in ("not implemented", "double backward", "twice", "aot_autograd", "derivative for")):
         return RuntimeError(
-            f"the {matrix} needs a model that can be differentiated twice: pass one that is not compiled, or "
-            f"matrices=[] to measure without it. torch said: {text}"
+            f"the {matrix} needs a model that can be differentiated twice: pass one that is not compiled and has no "
+            f"sparse gradients, or matrices=[] to measure without it. torch said: {text}"
         )
     return error
 
