@@ -175,3 +175,27 @@ def test_what_batch_norm_does_where_nothing_is_said(words):
     ]
     torch.testing.assert_close(outputs, plain)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_has_the_second_derivatives_of_its_formula(dim):
+    """Those of torch's own are not symmetric."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=dim).double()
+    x, used = torch.randn(5, 3, dtype=torch.float64), list(layer.parameters())
+    weights = [p.detach().flatten() for p in used]
+
+    def slopes(flat):
+        for p, part in zip(used, flat.split([w.numel() for w in weights]), strict=True):
+            p.data.copy_(part.view(p.shape))
+        return torch.cat([g.flatten() for g in torch.autograd.grad(layer(x).sin().square().sum(), used)])
+
+    at = torch.cat(weights)
+    numeric = torch.stack([(slopes(at + 1e-6 * e) - slopes(at - 1e-6 * e)) / 2e-6 for e in torch.eye(len(at)).double()])
+    slopes(at)
+    with SecondDerivatives():
+        found = torch.autograd.grad(layer(x).sin().square().sum(), used, create_graph=True)
+    rows = [torch.autograd.grad(g, used, retain_graph=True) for part in found for g in part.flatten()]
+    torch.testing.assert_close(
+        torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]), numeric, atol=1e-7, rtol=1e-6
+    )

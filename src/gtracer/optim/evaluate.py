@@ -182,9 +182,11 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
         if isinstance(place, list):
             place.clear()  # it is in the weights: a copy of them less while the pass is made
         token = passes_again.set(around)
+        torch.clear_autocast_cache()  # where the caller's autocast is around both passes, it has the first's weights
         try:
             yield
         finally:
+            torch.clear_autocast_cache()
             passes_again.reset(token)
             if statistics is not None:
                 statistics.restore()

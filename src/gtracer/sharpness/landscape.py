@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gtracer import checks
 from gtracer.sharpness.losses import Loss
-from gtracer.sharpness.objective import Objective, Settings, Value, opened
+from gtracer.sharpness.model import Settings
+from gtracer.sharpness.objective import Objective, Value, opened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
