@@ -25,7 +25,7 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import PartialBatch, PreviousStep, loss_gradient
-from gtracer.optim import auto, executors
+from gtracer.optim import auto, kernels
 from support.places import SUPPORT
 from support.problems import relative_error
 
@@ -42,11 +42,11 @@ MOMENTUM = {"cls": SGDTracer, "momentum": 0.9}
 @pytest.fixture(autouse=True)
 def finished(monkeypatch):
     """How often a step was finished so, and nothing is compiled."""
-    calls, finish = [], executors.TwoKernels.finish
-    monkeypatch.setattr(executors.TwoKernels, "finish", lambda self: calls.append(not self.ahead) or finish(self))
+    calls, finish = [], kernels.TwoKernels.finish
+    monkeypatch.setattr(kernels.TwoKernels, "finish", lambda self: calls.append(not self.ahead) or finish(self))
     monkeypatch.setattr(triton_kernels, "BLOCK", 32)  # the first layer is two blocks
     if DEVICE == "cpu":
-        monkeypatch.setattr(executors, "readable", readable)
+        monkeypatch.setattr(kernels, "readable", readable)
     return calls
 
 
@@ -181,7 +181,7 @@ def test_looking_changes_nothing(cls, own):
 @pytest.mark.parametrize("first", [True, False])
 def test_what_is_no_number_is_found_on_the_device(cls, nonfinite, bad, first, finished, monkeypatch):
     """In either pass, in the first step and later; the weights come back to within a rounding, all else to the bit."""
-    monkeypatch.setattr(executors.TwoKernels, "found_early", lambda self, healthy: self.is_new)  # as on a GPU
+    monkeypatch.setattr(kernels.TwoKernels, "found_early", lambda self, healthy: self.is_new)  # as on a GPU
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(DEVICE)
     own = {} if cls is SGDTracer else {"capturable": True}
@@ -355,7 +355,7 @@ def test_tensors_at_odd_addresses_and_gradients_that_lie_otherwise(finished, cls
 def test_on_a_cpu_nothing_is_launched(monkeypatch):
     monkeypatch.undo()
     w = torch.zeros(3)
-    assert not executors.readable([w], [w])
+    assert not kernels.readable([w], [w])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there they are compiled to be run")

@@ -1,150 +1,33 @@
-"""Who makes a step other than in one piece, kernel by kernel: every part of the batch by itself, or two Triton kernels.
+"""A step in two Triton kernels.
 
-The two kernels make as few readings of memory as there can be. Before the second pass: direction and displacement, from
-the gradient and f. After it: the weights come back, ρ∇T, the update and f. Between them no direction, no old weights
-and no ρ∇T are kept: what displaced the weights is computed again. The lengths, which the displacement needs first, are
-one reading more.
+They make as few readings of memory as there can be. Before the second pass: direction and displacement, from the
+gradient and f. After it: the weights come back, ρ∇T, the update and f. Between them no direction, no old weights and no
+ρ∇T are kept: what displaced the weights is computed again. The lengths, which the displacement needs first, are one
+reading more.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import cache, partial
-from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gtracer.curvature import VectorisedMicroBatch, gradient_magnitude
-from gtracer.optim import processes
-from gtracer.optim.evaluate import Call, Evaluator, Surroundings, evaluator_of, first_in_parts, pass_in_parts
-from gtracer.optim.methods import Method, TraceRatio
-from gtracer.optim.others import PooledGradients
-from gtracer.optim.parts import Parts, Pool, split
+from gtracer.optim.methods import TraceRatio
 from gtracer.optim.reuse import LAST, Decayed, Reuse
-from gtracer.optim.rules import AdamRule, Rule, TorchRule, adam_state
-from gtracer.optim.stats import NonFiniteError, Stats, Verdict
+from gtracer.optim.rules import AdamRule, Rule, adam_state
+from gtracer.optim.stats import Stats, Verdict
 from gtracer.optim.step import COUNT, Passes, Slice, Step, scale_of
 from gtracer.optim.transforms import Transform, to_norm
-from gtracer.scopes import Buffers, PooledStatistics, RandomState, frozen_statistics
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
+    from gtracer.optim.step import Surroundings
     from gtracer.optim.triton_kernels import Launched
-
-IMPLEMENTATIONS = ("auto", "foreach", "compiled", "fused")
-AT_REST = "ρ = 0: the base optimiser makes the step itself"
-
-
-# Every part by itself.
-
-
-def in_parts(opt: TwoPassOptimizer, call: Call, around: Surroundings) -> Step:
-    """A step whose passes look at the parts of the batch one by one."""
-    size = opt.method.parts
-    if size is not None:
-        return _of_micro_batches(opt, call, around, size)
-    if call.parts is None and processes.count(opt.model) == 1:  # one part is the whole
-        return opt._penalised(evaluator_of(opt.method, call, around, opt.model, opt.second_pass_due), call)
-    return _of_each(opt, call, around, call.parts or [(1.0, call.batch)], own_curvature=True)
-
-
-def _of_micro_batches(opt: TwoPassOptimizer, call: Call, around: Surroundings, size: int) -> Step:
-    """A step with an estimator that takes the batch in parts itself."""
-    assert isinstance(opt.method, TraceRatio)
-    if call.parts is not None or call.each:
-        raise RuntimeError(
-            f"batches or penalty = 'each' with micro_batch({size}), which takes the batch in parts "
-            "itself: hand the whole batch to step(closure, x, y), or leave micro_batch out"
-        )
-    numerator, average = opt.method.curvature.numerator, opt.method.curvature.average
-    parts = split(call.batch, size)
-    if numerator is gradient_magnitude:
-        assert call.closure is not None
-        first = partial(first_in_parts, call.closure, parts, around, call.scaler)
-        again = partial(pass_in_parts, call.closure, parts, around, call.scaler)
-        return opt._penalised(Evaluator(around, opt.second_pass_due, first, again, opt.is_central), call)
-    own = average is not gradient_magnitude
-    stacked = isinstance(numerator, VectorisedMicroBatch) and not opt.method.engine.is_exact
-    if stacked and parts[-1][0] == parts[0][0]:
-        from gtracer.optim.experimental import stacked_step  # rarely wanted, and torch.func takes a while to import
-
-        return stacked_step(opt, call, around, len(parts), own)
-    return _of_each(opt, call, around, parts, own_curvature=own)
-
-
-def _of_each(opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Parts, *, own_curvature: bool) -> Step:
-    """Both passes over each part, displaced along its own direction; the means of what they find."""
-    with processes.by_itself(opt.model) if call.each else nullcontext():
-        start = _start_of_each(opt, call, around, parts, own_curvature)
-        pool, last = _pooled(opt, call, around, parts, start=start)
-    if call.each and processes.count(opt.model) > 1:
-        pool.join_processes(around.params, processes.group_of(opt.model))
-        processes.as_first(opt.model)
-    step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
-    step.rows, step.random = last.rows, last.random
-    step.most, step.factor, step.held_out = last.most, last.factor, last.held_out
-    return step
-
-
-def _pooled(
-    opt: TwoPassOptimizer,
-    call: Call,
-    around: Surroundings,
-    parts: Parts,
-    *,
-    start: dict[Tensor, Tensor] | None = None,
-    due: bool | None = None,
-) -> tuple[Pool, Step]:
-    pool, statistics, last = Pool(), PooledStatistics(opt.model), Step([])
-    pooled = PooledGradients(around)
-    for share, part in parts:
-        here = replace(around, random=RandomState(around.devices, others=around.random.others is not None))
-        alone = replace(call, batch=part, parts=None)
-        with statistics.part(share), pooled.part(share):
-            displaced = opt.second_pass_due if due is None else due
-            evaluator = evaluator_of(opt.method, alone, here, opt.model, displaced)
-            last = opt._penalised(evaluator, alone, start=start)
-        pool.add(last, share)
-    statistics.conclude()
-    if due is False:
-        pooled.forget()
-    else:
-        pooled.conclude(joined=call.each and processes.count(opt.model) > 1)
-    return pool, last
-
-
-def _start_of_each(
-    opt: TwoPassOptimizer, call: Call, around: Surroundings, parts: Parts, own_curvature: bool
-) -> dict[Tensor, Tensor] | None:
-    """F of the whole batch for f₀, where its parts would each be asked for their own: passes of the first step."""
-    joined = call.each and processes.count(opt.model) > 1
-    if not opt.rule.keeps_average or (len(parts) == 1 and not joined):
-        return None
-    fresh = [g for g in opt.param_groups if _is_fresh(opt.rule, g["params"])]
-    if not any(isinstance(opt.hyperparameters(group)["f0"], str) for group in fresh):
-        return None
-    begin = RandomState(around.devices, others=around.random.others is not None)
-    with frozen_statistics(Buffers(opt.model)):
-        pool, _ = _pooled(opt, call, around, parts, due=False)
-    begin.restore()
-    if joined:
-        pool.join_processes(around.params, processes.group_of(opt.model))
-    step = pool.step(opt._whole_groups(), own_curvature=own_curvature)
-    return {p: F for part in step.slices for p, F in zip(part.params, part.measured, strict=True)}
-
-
-def _is_fresh(rule: Rule, params: Tensors) -> bool:
-    """Whether a group has made no step yet; one with frozen or unused parameters among others has."""
-    return any(p.requires_grad for p in params) and not any(map(rule.is_trained, params))
-
-
-# Two kernels.
 
 
 def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
@@ -172,119 +55,6 @@ def finish(step: Step, kernels: TwoKernels, state: dict[Tensor, dict[str, Any]])
     for p, last in zip(step.params, kernels.kept or (), strict=kernels.kept is not None):
         state[p][LAST] = last
     return None if kernels.healthy is None else Verdict(kernels.healthy)
-
-
-class Fusion:
-    """What is known of an optimiser's steps by the two kernels.
-
-    Attributes:
-        obstacle: Why the last step on a GPU was not theirs, if it was not.
-        verdicts: On the last steps, on their way from the device.
-    """
-
-    def __init__(self) -> None:
-        self.obstacle: str | None = None
-        self.verdicts: list[Verdict] = []
-
-    def takes(self, opt: TwoPassOptimizer, call: Call, params: Tensors) -> bool:
-        """Whether a step is to be theirs, as far as is known before its gradients are there."""
-        if opt.implementation not in ("auto", "fused") or call.closure is None:
-            return False
-        self.obstacle = why_not_fused(opt.method, opt.rule, opt.transforms, opt.reuse, call, params)
-        if self.obstacle is not None and opt.implementation == "fused" and any(map(rho_of, opt.param_groups)):
-            raise RuntimeError(f"implementation = 'fused' cannot make this step: {self.obstacle}. Use 'auto'")
-        return self.obstacle is None
-
-    def kernels(
-        self, step: Step, method: TraceRatio, rule: Rule, transforms: tuple[Transform, ...]
-    ) -> TwoKernels | None:
-        """Those of a step, once its gradients are there."""
-        found = TwoKernels.of(step, method, rule, transforms)
-        if found is None:
-            self.obstacle = "a gradient or a state does not lie in memory as the kernels read it"
-        return found
-
-    def hear(self, opt: TwoPassOptimizer, *, waits: bool = True) -> None:
-        """What they have found in the last steps; only `nonfinite="raise"` tells, and waits for it if need be."""
-        tells = opt.nonfinite == "raise"
-        heard = [verdict for verdict in self.verdicts if (waits and tells) or verdict.is_there]
-        self.verdicts = [verdict for verdict in self.verdicts if verdict not in heard]
-        failed = sum(not verdict.is_healthy for verdict in heard)
-        for group in opt.param_groups:
-            group[COUNT] -= failed  # they were counted and not made
-        if failed and tells:
-            what = (opt.stats.nonfinite() if opt.stats else "") or "a gradient is not finite"
-            raise NonFiniteError(
-                f"in the last step {what}: the update was not made. Lower the learning rate or rho, or pass "
-                "nonfinite='skip' to go on without such steps"
-            )
-
-
-def why_not_fused(
-    method: Method,
-    rule: Rule,
-    transforms: tuple[Transform, ...] = (),
-    reuse: Reuse | None = None,
-    call: Call | None = None,
-    params: Tensors = (),
-) -> str | None:
-    """Why the two kernels cannot make a step, in words; None where they can.
-
-    Args:
-        method, rule, transforms, reuse: The optimiser's own.
-        call: What its `step` was handed.
-        params: What it updates. What the kernels read besides lies as these do, but for odd gradients.
-    """
-    base, groups = rule.base, rule.base.param_groups
-    reasons = {
-        "SAM's step is torch's kernels": not isinstance(method, TraceRatio),
-        f"no kernel makes {type(base).__name__}'s update": not _has_kernel(rule),
-        "its curvature or engine takes other passes": isinstance(method, TraceRatio) and not method.is_plain,
-        "a central difference displaces the weights twice": method.central,
-        "scale_free=True": getattr(method, "scale_free", False),
-        "an experimental engine makes other passes": method.needs_closure is not None,
-        f"reuse={reuse!r}": not isinstance(reuse, Decayed | None),
-        "only clipping by the norm of the total is in them": not all(map(_is_one_factor, transforms)),
-        "maximize=True": any(group.get("maximize") for group in groups),
-        "dampening": any(group.get("momentum") and group.get("dampening") for group in groups),
-        "weight decay that is coupled to Adam": _couples_decay(rule),
-        AT_REST: not any(rho_of(group) for group in groups),
-        "a loop with perturbed() leaves its gradient for others to read": call is not None and call.closure is None,
-        "batches= or penalty='each'": call is not None and (call.parts is not None or call.each),
-        "a GradScaler looks at the gradient first": call is not None and call.scaler is not None,
-        "Triton is not installed": not has_triton(),
-        "they are for float32 weights on one GPU, contiguous and in one piece": not readable(params),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def rho_of(group: dict[str, Any]) -> float:
-    """ρ of a group, whose name is another where the base optimiser has a `rho` of its own."""
-    found: float = group.get("gtracer_rho", group.get("rho", 0.0))
-    return found
-
-
-def _has_kernel(rule: Rule) -> bool:
-    if isinstance(rule, AdamRule):
-        return True
-    base: Any = rule.base
-    hooked = base._optimizer_step_pre_hooks or base._optimizer_step_post_hooks
-    return isinstance(rule, TorchRule) and type(base) is torch.optim.SGD and not hooked
-
-
-def _couples_decay(rule: Rule) -> bool:
-    coupled = isinstance(rule, AdamRule) and not rule.decoupled
-    return coupled and any(group["weight_decay"] for group in rule.base.param_groups)
-
-
-def _is_one_factor(transform: Transform) -> bool:
-    """Whether all it does is to scale the total."""
-    return bool(getattr(transform, "is_one_factor", False))
-
-
-@cache
-def has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def readable(*lists: Tensors) -> bool:

@@ -74,7 +74,7 @@ def counted(rows, n, tensor):
 
 @triton.jit
 def towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr):
-    """∇L / (f + δ), with f as in `adam_average`; before Adam's first step it is f₀."""
+    """∇L / (f + δ), with f as in `AdamRule.average_of`; before Adam's first step it is f₀."""
     f = v
     if ADAM:
         count = counted(rows, n, tensor)
