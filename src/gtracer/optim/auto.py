@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from gtracer import checks
-from gtracer.optim.evaluate import Surroundings, displaced_pass
 from gtracer.optim.gap import SHORTEST, Gap, HeldOut, Sawtooth, averages, follow
-from gtracer.optim.step import COUNT, Step
+from gtracer.optim.step import COUNT, Step, Surroundings, displaced_pass
 
 if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
@@ -178,12 +177,8 @@ def look_at_held_out_data(opt: TwoPassOptimizer, step: Step, around: Surrounding
         return
     assert controller is not None
     assert controller.held_out is not None
-    with displaced_pass(around.params, None, around), torch.no_grad():
-        around.signals.is_open = True
-        try:
-            loss = controller.held_out()
-        finally:
-            around.signals.is_open = False
+    with displaced_pass(around.params, None, around), torch.no_grad(), around.signals.opened():
+        loss = controller.held_out()
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ValueError(f"held_out must return the loss of a held-out batch, a tensor of one number, got {loss!r}")
     step.held_out = loss.detach()

@@ -15,7 +15,7 @@ from gtracer import checks, tensors
 from gtracer.curvature import VectorisedMicroBatch, loss_gradient
 from gtracer.optim.auto import look_at_held_out_data
 from gtracer.optim.engines import RADIUS, direction
-from gtracer.optim.evaluate import Call, Evaluator, First, Surroundings, one_pass, pass_in_parts
+from gtracer.optim.evaluate import Call, Evaluator, First, one_pass, pass_in_parts
 from gtracer.optim.parts import Parts, examples_of, rows_of
 from gtracer.optim.reuse import State, keep
 from gtracer.optim.stack import Stack, flat, mean_product
@@ -26,6 +26,7 @@ from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
+    from gtracer.optim.step import Surroundings
 
 AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
 
@@ -155,11 +156,8 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
             "model= want a gradient too: use micro_batch"
         )
     stack = Stack(opt.model, call.closure, params, call.batch, count)
-    around.signals.is_open = True
-    try:
+    with around.signals.opened():
         losses, slopes = stack.gradients()
-    finally:
-        around.signals.is_open = False
     squares = slopes.square().mean(0)
     pairs = zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True)
     at = dict(zip(params, pairs, strict=True))

@@ -20,30 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gtracer import checks, tensors
-from gtracer.optim import directions, executors, groups, loops, masters, posterior, processes, refusals
-from gtracer.optim.auto import IS_AUTO, Controller, look_at_held_out_data, place_of
+from gtracer import checks
+from gtracer.optim import directions, groups, kernels, loops, masters, posterior, processes, refusals
+from gtracer.optim.auto import IS_AUTO, Controller, place_of
 from gtracer.optim.caller import Caller
-from gtracer.optim.evaluate import (
-    Call,
-    Evaluator,
-    First,
-    Held,
-    Skipped,
-    Surroundings,
-    all_or_nothing,
-    evaluator_of,
-    scale,
-    surroundings_of,
-    used,
-)
-from gtracer.optim.methods import Method, TraceRatio, note_curvature
+from gtracer.optim.evaluate import Call, Skipped, evaluator_of, penalised
+from gtracer.optim.fusion import AT_REST, IMPLEMENTATIONS, Fusion, why_not_fused
+from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.pool import in_parts
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
+from gtracer.optim.scaler import Held, scale
 from gtracer.optim.stats import NonFiniteError, Stats
-from gtracer.optim.step import COUNT, Left, Slice, Step, combine, drive
+from gtracer.optim.step import COUNT, Left, Slice, Step, Surroundings, all_or_nothing, combine, surroundings_of
 from gtracer.optim.transforms import Clip, Transform
-from gtracer.optim.watch import Probe
 from gtracer.penalty import NONFINITE
 from gtracer.scopes import Copies, Signals, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
@@ -87,7 +77,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         checks.count("interval", interval)
         checks.kind("model", model, (nn.Module, type(None)))
         checks.choice("nonfinite", nonfinite, NONFINITE)
-        checks.choice("implementation", implementation, executors.IMPLEMENTATIONS)
+        checks.choice("implementation", implementation, IMPLEMENTATIONS)
         base = rule.base
         self.base, self.method, self.rule, self.transforms = base, method, rule, transforms
         self.interval, self.reuse, self.model, self.nonfinite = interval, reuse, model, nonfinite
@@ -102,8 +92,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         super().__init__(base.param_groups, everything)
         self.param_groups, self.state = base.param_groups, base.state
         if implementation == "fused":
-            why = executors.why_not_fused(method, rule, transforms, reuse)
-            if why not in (None, executors.AT_REST):
+            why = why_not_fused(method, rule, transforms, reuse)
+            if why not in (None, AT_REST):
                 raise ValueError(f"implementation = 'fused' cannot be: {why}. Use 'auto', which takes the next best")
         self._forget()
 
@@ -115,8 +105,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
         self._caller = Caller(self.method, self._params())
-        self._left: Left | None = None  # by the last step
-        self._fusion = executors.Fusion()
+        self._left = Left()  # by the last step
+        self._fusion = Fusion()
         self._copies = Copies()
         self._held = Held(self)  # one for good: by it a scaler knows what it has unscaled
         self._place = place_of(self)  # of a ρ that lives on the device
@@ -232,7 +222,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """The implementation that makes the steps, and why it is not a faster one."""
         if self.implementation in ("compiled", "foreach"):
             return self.implementation
-        why = self._fusion.obstacle or executors.why_not_fused(
+        why = self._fusion.obstacle or why_not_fused(
             self.method, self.rule, self.transforms, self.reuse, params=self._params()
         )
         return "fused" if why is None else f"foreach, not fused: {why}"
@@ -330,28 +320,21 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
-        caller, due = self._caller, self.second_pass_due
+        caller, due, called = self._caller, self.second_pass_due, call.closure is not None
         several = call.parts is not None or call.each or self.method.parts is not None
-        around = surroundings_of(self, signals, begins=call.closure is not None, several=several)
-        fuse = any(device.type in FUSED_ON for device in around.devices) or self.implementation == "fused"
-        fuse = fuse and self._fusion.takes(self, call, [p for p in around.params if p.requires_grad])
-        seeks = around.seeks
-        if call.closure is not None:
-            if due and caller.clipping.asked:
-                refusals.check_scaler()
-                caller.loop.take_watch()
-                around.watch = caller.clipping.watch(around.params, self.model)
-            if self._left is None or not self._left.is_untouched:
-                around.probe = Probe.of(around.params)
-        anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
-        with all_or_nothing(around, anew=anew, checked=self.nonfinite != "ignore"):
-            if call.closure is None:
+        around = surroundings_of(self, signals, begins=called, several=several)
+        fuse = self.implementation == "fused" or any(device.type in FUSED_ON for device in around.devices)
+        fuse = fuse and self._fusion.takes(self, call, around.params)
+        if called and ((due and caller.clipping.asked) or not self._left.is_untouched):
+            caller.look(around, self._left, due=due)
+        keeps_no_copy = called and (fuse or bool(getattr(self.method, "lean", False)))
+        with all_or_nothing(around, anew=keeps_no_copy, checked=self.nonfinite != "ignore"):
+            if not called:
                 step = loops.passes_made(self)
-            elif self.method.parts is None and not call.each:
-                evaluator = evaluator_of(self.method, call, around, self.model, due)
-                step = self._penalised(evaluator, call, fuse=fuse)
+            elif call.each or self.method.parts is not None:
+                step = in_parts(self, call, around)
             else:
-                step = executors.in_parts(self, call, around)
+                step = penalised(self, evaluator_of(self.method, call, around, self.model, due), call, fuse=fuse)
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
             if around.watch is not None:
@@ -363,70 +346,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.returned,
                 )
-        if seeks and (several or self.model is not None):
+        if around.seeks and (several or self.model is not None):
             caller.others.note(around)
-        if step.random is None and self._left is None and not is_capturing():  # whoever drew in it
+        if step.random is None and self._left.random is None and not is_capturing():  # whoever drew in it
             step.random = around.random, around.random
-        return step
-
-    def _penalised(
-        self,
-        evaluator: Evaluator,
-        call: Call,
-        *,
-        fuse: bool = False,
-        start: dict[Tensor, Tensor] | None = None,
-    ) -> Step:
-        """Both passes over a batch, or over a part of it."""
-        with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
-            found = evaluator.first()
-        if self._fusion.verdicts and not is_capturing():
-            self._fusion.hear(self)
-        caller, around = self._caller, evaluator.around
-        if caller.draws is None and evaluator.due:
-            caller.note_draws(around.random)
-        step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start, wide=not fuse)
-        if self.controller is not None and self.controller.held_out is not None:
-            look_at_held_out_data(self, step, around)
-        if fuse and isinstance(self.method, TraceRatio) and step.slices:
-            step.kernels = self._fusion.kernels(step, self.method, self.rule, self.transforms)
-        if step.kernels is not None:
-            passes = step.kernels.passes() if step.due else None
-        else:
-            if fuse:
-                step.widen()
-            passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
-        if step.evaluation is not None:
-            step.drop_graph()
-        compared = caller.losses.steps and step.due
-        losses = caller.losses.of(step, evaluator, call, self.rule) if compared else None
-        step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
-        if losses is not None:
-            caller.losses.conclude(losses)
-        step.renewed = step.penalty is not None
-        if not is_capturing():
-            step.random = around.random, around.drawn or around.random
-        return step
-
-    def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None, *, wide: bool = True) -> Step:
-        """Collect the gradients of the first pass; `wide`, in float32 where they are in bfloat16."""
-        slices = []
-        for group in self.param_groups:
-            if params := used(group, self.method):
-                gradients = tensors.kept([p.grad for p in params if p.grad is not None])
-                if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
-                    gradients = tensors.wide(gradients)
-                F = None if start is None else [start[p] for p in params]
-                slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
-        returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
-        step = Step(slices, returned, due=due and bool(slices), evaluation=found.evaluation)
-        if self.sets_rho and self.controller is not None:
-            step.most = self.controller.most
-            step.factor = None if self._place is None else self.controller.factor(self._place)
-        if found.measured is not None:
-            note_curvature(step, found.measured)
-        if found.compared is not None:
-            step.compared = [found.compared.get(p, torch.zeros_like(p)) for p in step.params]
         return step
 
     def _conclude(self, step: Step) -> None:
@@ -444,7 +367,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _apply(self, step: Step) -> None:
         """Move the weights, and write the state, last."""
         if step.kernels is not None:
-            verdict = executors.finish(step, step.kernels, self.base.state)
+            verdict = kernels.finish(step, step.kernels, self.base.state)
             self.stats = step.stats
             if verdict is not None:
                 self._fusion.verdicts.append(verdict)
@@ -460,18 +383,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 note(step)
         if self.stats is not None:
             self.stats.set_rho = self.param_groups[0][self.rho_key] * (1 if step.factor is None else step.factor)
+            if self.rule.keeps_average:
+                self.stats.count_damped = partial(posterior.damped_share, self)
         if self.controller is not None and self.sets_rho:
             self.controller.note(self, step, self._place)
         for group in self.param_groups:
             group[COUNT] += 1
-        if self.stats is not None and self.rule.keeps_average:
-            self.stats.count_damped = partial(posterior.damped_share, self)
-        left, smallest = self._left, None if self._left is None else self._left.smallest
-        if smallest is None:
-            smallest = min(step.params, key=Tensor.numel, default=None)
-        gradient = None if smallest is None else smallest.grad
-        random = step.random or (None if left is None else left.random)
-        self._left = Left(random, smallest, gradient, 0 if gradient is None else gradient._version)
+        self._left = self._left.by(step)
 
     # What it consists of.
 
@@ -482,7 +400,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # All processes must decide the same, and each has a loss of its own.
         several = distributed.is_available() and distributed.is_initialized() and processes.count(self.model) > 1
         if step.kernels is not None:
-            return executors.look(self, step, step.kernels, around, loss=not several)
+            return kernels.look(self, step, step.kernels, around, loss=not several)
         if call.scaler is not None or step.stats is None:  # a scaler looks for itself
             return ""
         return step.stats.nonfinite(loss=not several)
