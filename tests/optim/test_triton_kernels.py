@@ -25,7 +25,7 @@ from gtracer import (
     linear_warmup,
 )
 from gtracer.experimental import PartialBatch, PreviousStep, loss_gradient
-from gtracer.optim import auto, kernels
+from gtracer.optim import kernels
 from support.places import SUPPORT
 from support.problems import relative_error
 

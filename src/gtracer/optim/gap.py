@@ -109,12 +109,13 @@ class Sawtooth:
         return (count + 1) % self.steps == 0
 
     def concluded(self, numbers: Tensor, model: Any) -> Tensor:
-        n, x, xx, y, xy, yy = processes.mean_of(numbers[:6], model).unbind()
+        n, x, xx, y, xy, yy = numbers[:6].unbind()
         epochs, end, _, gap, variance = numbers[6:].unbind()
         centre, mean = x / n, y / n
         spread = xx - x * centre
         slope = (xy - x * mean) / spread
         noise = (yy - y * mean - slope.square() * spread).clamp_min(0) / (n - 2)
+        mean, slope, noise = processes.mean_of(torch.stack([mean, slope, noise]), model).unbind()
         at_start, at_middle, at_end = (mean + slope * (place - centre) for place in (-0.5, 0.0, 0.5))
         kept = 1 - self.rate
         compared = epochs > 0
