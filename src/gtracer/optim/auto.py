@@ -121,7 +121,7 @@ class Controller:
             log_rho, now = place.unbind()
             gap.observe(numbers, step, now)
             concluded = gap.concluded(numbers, opt.model)
-            moved = self._move(gap, alignment, concluded, log_rho)
+            moved = self._move(gap, alignment, concluded, log_rho, opt.model)
             due = gap.is_due(now)
             numbers.copy_(torch.where(due, concluded, numbers))
             place.copy_(torch.stack([log_rho + torch.where(due, moved, 0.0), now + 1]))
@@ -131,14 +131,14 @@ class Controller:
         log_rho = groups[0].get(LOG_RHO, math.log(self.start))
         if gap.is_due(count):
             numbers.copy_(gap.concluded(numbers, opt.model))
-            log_rho += self._move(gap, alignment, numbers, torch.full_like(numbers[0], log_rho)).item()
+            log_rho += self._move(gap, alignment, numbers, torch.full_like(numbers[0], log_rho), opt.model).item()
         for group in groups:
             group[LOG_RHO] = log_rho
             group[opt.rho_key] = self.rho(log_rho, count + 1)
 
-    def _move(self, gap: Gap, alignment: Tensor, concluded: Tensor, log_rho: Tensor) -> Tensor:
+    def _move(self, gap: Gap, alignment: Tensor, concluded: Tensor, log_rho: Tensor, model: Any) -> Tensor:
         """What is added to log ρ; the evidence that it rests on is spent."""
-        low, high = gap.bounds(concluded)
+        low, high = gap.bounds(concluded, model)
         (cosine,) = averages(alignment[None])
         closed, opened = gap.opens
         free, none = self.aligned

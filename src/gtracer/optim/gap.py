@@ -51,7 +51,7 @@ class Gap(Protocol):
     def concluded(self, numbers: Tensor, model: Any) -> Tensor:
         """The numbers once they are decided by."""
 
-    def bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def bounds(self, numbers: Tensor, model: Any) -> tuple[Tensor, Tensor]:
         """The gap less its error, and with it, as shares of the loss on unseen data."""
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
@@ -126,7 +126,7 @@ class Sawtooth:
         broken = torch.cat([torch.zeros_like(numbers[6:7]), numbers[7:]])
         return torch.cat([torch.zeros_like(numbers[:6]), torch.where(n >= SHORTEST, now, broken)])
 
-    def bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    def bounds(self, numbers: Tensor, model: Any) -> tuple[Tensor, Tensor]:
         epochs, _, loss, gap, variance = numbers[6:].unbind()
         error = self.doubt * variance.sqrt()
         low, high = (gap - error).clamp_min(0), (gap + error).clamp_min(0)
@@ -178,8 +178,8 @@ class HeldOut:
     def concluded(self, numbers: Tensor, model: Any) -> Tensor:
         return numbers
 
-    def bounds(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        train, held_out = averages(numbers.reshape(2, 2))
+    def bounds(self, numbers: Tensor, model: Any) -> tuple[Tensor, Tensor]:
+        train, held_out = processes.mean_of(torch.stack(averages(numbers.reshape(2, 2))), model).unbind()
         return 1 - train / held_out, 1 - train / held_out
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
