@@ -215,7 +215,8 @@ def test_batch_norm_in_evaluation_has_third_derivatives_too():
             torch._foreach_add_(params, along, alpha=step)
         with SecondDerivatives():
             slopes = torch.autograd.grad(net(x).pow(3).mean(), params, create_graph=True)
-            return sum((a * b).sum() for a, b in zip(torch.autograd.grad(slopes, params, v, create_graph=True), v))
+            products = torch.autograd.grad(slopes, params, v, create_graph=True)
+        return sum((a * b).sum() for a, b in zip(products, v, strict=True))
 
     third = torch.autograd.grad(curved(0.0), params)
     expected = (curved(1e-5) - curved(-2e-5)).detach() / 2e-5
