@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from gtracer.sharpness import SplitLoss, classification, measure
+from gtracer.sharpness import SplitLoss, classification, line, measure
 from gtracer.sharpness.progress import Telling
 from support.dense import batches, matrices
 
@@ -394,6 +394,15 @@ def test_refusals_are_one_line(net, name):
     with pytest.raises(kind, match=said) as caught:
         measure(*arguments, **FEW)
     assert "\n" not in str(caught.value)
+
+
+def test_one_number_of_any_shape_is_a_loss_and_several_are_none(net):
+    plain, given = loss_of_batch(net), batches()
+    one, other = (measure(net, loss, given, **FEW).rows() for loss in (plain, lambda b: plain(b).reshape(1)))
+    assert list(one) == list(other)
+    assert line(net, lambda b: plain(b).item(), given, points=3) == line(net, plain, given, points=3)
+    with pytest.raises(RuntimeError, match=r"sharpness needs a scalar loss, got shape \(8, 3\)"):
+        line(net, lambda b: net(b[0]), given)
 
 
 def test_gauss_newton_of_a_loss_in_one_piece_is_refused(net):

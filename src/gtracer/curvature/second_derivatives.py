@@ -182,7 +182,7 @@ class BatchNorm(Function):
         """As torch does it."""
         y, mean, scale = torch.native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)
         running = (None, None) if training else (running_mean, running_var)
-        ctx.eps, ctx.run = eps, run
+        ctx.eps, ctx.run, ctx._saved_training = eps, run, training  # as torch's own node calls it
         ctx.save_for_backward(x, weight, mean, scale, *running)
         return y
 

@@ -205,7 +205,9 @@ class Objective:
                 total.add_(self.flat(product), alpha=examples)
         self.evaluated[matrix] += len(vectors) * self.examples
         loss = self.mean(each).loss
-        if self._products.pushes and not self._is_same(loss):  # forward mode has drawn other random numbers
+        if (
+            matrix == GGN and self._products.pushes and not self._is_same(loss)
+        ):  # forward mode has drawn other random numbers
             self._products.pushes = False
             return self.products(matrix, vectors)
         self._require_same(loss)
@@ -230,8 +232,9 @@ class Objective:
 
     def read(self, numbers: Sequence[Any]) -> list[float]:
         """From the device, all at once."""
-        there = [x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=self.dtype) for x in numbers]
-        return [float(x) for x in torch.stack([x.to(self.home) for x in there]).tolist()] if there else []
+        there = [torch.as_tensor(x, dtype=None if isinstance(x, Tensor) else self.dtype) for x in numbers]
+        flat = [x.detach().reshape(()).to(self.home) for x in there]
+        return [float(x) for x in torch.stack(flat).tolist()] if flat else []
 
     def only(self, batch: Any) -> Objective:
         """The loss of this batch alone."""
@@ -263,7 +266,11 @@ class Objective:
 
     def _evaluated(self, batch: Any, examples: float, judged: bool = True) -> Told:
         if not isinstance(self.loss_of, SplitLoss):
-            return Told(examples, self.loss_of(batch))
+            loss = self.loss_of(batch)
+            if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+                raise RuntimeError(f"sharpness needs a scalar loss, got {got}: average it over the batch")
+            return Told(examples, loss)
         outputs = self.loss_of.outputs_of(batch)
         loss, correct = self.loss_of.loss_on(outputs, batch), self.loss_of.correct_on
         if correct is None or not judged:
