@@ -130,7 +130,8 @@ def result_of(bench: str, place: torch.device, **numbers: Any) -> dict[str, Any]
 def title(result: dict[str, Any], *words: str) -> str:
     """What was measured, and on which machine."""
     hardware = result["hardware"]
-    return ", ".join([*words, hardware.get("gpu", f"{hardware['threads']} threads of a CPU")])
+    threads = "1 thread" if hardware["threads"] == 1 else f"{hardware['threads']} threads"
+    return ", ".join([*words, hardware.get("gpu", f"{threads} of a CPU")])
 
 
 def table_of(title: str, columns: Sequence[str], left: int = 1, caption: str | None = None) -> Table:

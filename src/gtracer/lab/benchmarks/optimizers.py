@@ -52,7 +52,7 @@ class Row:
 
 
 def rows(device: torch.device, *, twice: bool) -> dict[str, Row]:
-    """What is compared; peers where they are installed, the exact engine where the model can be derived `twice`."""
+    """What is compared; peers where installed, the exact engine where the model can be differentiated `twice`."""
     momentum: dict[str, Any] = {"lr": LR, "momentum": 0.9}
     on_gpu = device.type == "cuda"
     fused: dict[str, Any] = {"fused": True} if on_gpu else {}
