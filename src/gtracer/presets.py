@@ -38,7 +38,7 @@ def fine_tuning() -> Settings:
 
 
 def adapters() -> Settings:
-    """For LoRA and its like beside frozen weights: ρ 2e-4, and the total's norm clipped to 1.
+    """For LoRA and its like beside frozen weights: ρ 0.0002, and the total's norm clipped to 1.
 
     From a small net on digits (docs/explanation/defaults.md); a language model's were not searched.
     """
