@@ -1,15 +1,16 @@
 """Does TRACER find flatter minima, by which measure, and does flatness go with accuracy?
 
     python studies/flatness.py --problems "digits, clean" "digits, 50% noise" --out runs/sharpness
-    python studies/flatness.py --problems "cifar100, setting 1" "cifar100, setting 4" "resnet32, 20% noise" \
-        "resnet32, 60% noise" --data DIR --device cuda --out runs/sharpness-gpu
+    python studies/flatness.py --problems "cifar100, 50% noise" --epochs 60 --data DIR --device cuda --kernels fused \
+        --parallel 8 --measuring 4 --out runs/sharpness-gpu
 
 SGD, SAM, SGD-TRACER, scale-free SGD-TRACER and SGD-TRACER with the penalty of every 8th step; ρ is the best of some
 values by held-out data, or what searches before have chosen. Every model of the last epoch is measured on a thousand of
-the examples that it was trained on, with the labels that it was trained on. What the folder holds is not made again;
-results.jsonl in it has a line for each model. The tables are means ± standard errors over seeds, and Spearman's rank
-correlation of each measure with the accuracy on test data over all models of a problem, and over all but SGD's. Each
-problem's figure has the loss of the first seed's models along a random direction and along the top eigenvector.
+the examples that it was trained on, with the labels that it was trained on. What the folder holds is not made again, so
+a study that was cut goes on, also with the runs of a `gtracer sweep --models`; results.jsonl in it has a line for each
+model. The tables are means ± standard errors over seeds, and Spearman's rank correlation of each measure with the
+accuracy on test data over all models of a problem, and over all but SGD's. Each problem's figure has the loss of the
+first seed's models along a random direction and along the top eigenvector.
 """
 
 from __future__ import annotations
@@ -17,23 +18,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
+from rich.console import Console
 from scipy.stats import spearmanr
 
 import gtracer
 from gtracer.lab.config import Config
 from gtracer.lab.inference.sharpness import subject
 from gtracer.lab.results import provenance
-from gtracer.lab.training.trainer import train
+from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
+from gtracer.lab.sweeps.sweep import Engine, RunsFolder, run_missing
 from gtracer.sharpness import Settings, eigenvectors, line
 from gtracer.sharpness.result import TEXTS
-from runs import last_rows
+from runs import in_turn, last_row
 
 TRACER = {"optimizer": "sgd-tracer", "delta": 0.01}
 METHODS: dict[str, dict[str, Any]] = {
@@ -80,29 +87,31 @@ LONG = CIFAR | {
     "weight_decay": 5e-4,
     "augment": True,
 }
-WIDE = (0.0005, 0.001, 0.002)
+NOISE, DECAY = {"label_noise": 0.5}, {"weight_decay": 5e-4}
+
+
+def searched(sam: float, tracer: float, scale_free: float, interval: float) -> dict[str, float]:
+    """A ρ for each method."""
+    return dict(zip(list(METHODS)[1:], (sam, tracer, scale_free, interval), strict=True))
+
+
+# On CIFAR ρ is what the searches of studies/cifar100 chose, at 200 epochs of ResNet-20 and 160 of ResNet-32. Where they
+# had none, it is carried over: every 8th step has half of TRACER's, scale-free 2.5 times TRACER's with weight decay.
 PROBLEMS = {
     "digits, clean": Problem(DIGITS),
-    # ρ of SAM and TRACER by the searches of studies/depths.py and, on CIFAR, studies/cifar100; the others' by held-out
-    # data here.
-    "digits, 50% noise": Problem(
-        DIGITS | {"label_noise": 0.5}, {"SAM": 1.0, "TRACER": 0.005}, tracer=(0.0025, 0.005, 0.01)
-    ),
+    "digits, 50% noise": Problem(DIGITS | NOISE, {"SAM": 1.0, "TRACER": 0.005}, tracer=(0.0025, 0.005, 0.01)),
     "fashion, clean": Problem(FASHION),
-    "fashion, 50% noise": Problem(FASHION | {"label_noise": 0.5}),
-    "cifar100, setting 1": Problem(
-        CIFAR | {"label_noise": 0.5}, {"SAM": 0.9, "TRACER": 0.016}, tracer=(0.004, 0.008, 0.016)
-    ),
-    "cifar100, setting 4": Problem(
-        CIFAR | {"weight_decay": 5e-4, "augment": True}, {"SAM": 0.2, "TRACER": 0.001}, tracer=WIDE
-    ),
-    "resnet32, 20% noise": Problem(LONG | {"label_noise": 0.2}, {"SAM": 0.2, "TRACER": 0.001}, tracer=WIDE),
-    "resnet32, 60% noise": Problem(LONG | {"label_noise": 0.6}, {"SAM": 0.2, "TRACER": 0.001}, tracer=WIDE),
+    "fashion, 50% noise": Problem(FASHION | NOISE),
+    "cifar100, 50% noise": Problem(CIFAR | NOISE, searched(0.9, 0.016, 0.0025, 0.008)),
+    "cifar100, 50% noise, weight decay": Problem(CIFAR | NOISE | DECAY, searched(0.5, 0.004, 0.01, 0.002)),
+    "cifar100, clean, augmented": Problem(CIFAR | DECAY | {"augment": True}, searched(0.2, 0.001, 0.0025, 0.0005)),
+    "resnet32, 20% noise": Problem(LONG | {"label_noise": 0.2}, searched(0.2, 0.001, 0.0025, 0.0005)),
+    "resnet32, 60% noise": Problem(LONG | {"label_noise": 0.6}, searched(0.2, 0.001, 0.0025, 0.0005)),
 }
 
 
 def tuned(
-    problem: Problem, methods: list[str], folder: Path, workers: int, changes: dict[str, Any]
+    problem: Problem, methods: list[str], folder: Path, engine: Engine, changes: dict[str, Any]
 ) -> dict[str, float]:
     """ρ of each method: the best by data that was held out, its labels as noisy as the rest."""
     choices = {m: problem.rhos(m) for m in methods}
@@ -112,51 +121,89 @@ def tuned(
         if len(rhos) > 1
         for rho in rhos
     }
-    rows = last_rows(asked, folder, workers) if asked else {}
+    records = run_missing(asked.values(), folder, engine, Console()) if asked else {}
+    held = {key: last_row(records[config.identity])["holdout_accuracy"] for key, config in asked.items()}
     return {
-        method: max(rhos, key=lambda rho: rows[method, rho]["holdout_accuracy"]) if len(rhos) > 1 else rhos[0]
+        method: max(rhos, key=lambda rho: held[method, rho]) if len(rhos) > 1 else rhos[0]
         for method, rhos in choices.items()
     }
 
 
-def measured(config: Config, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Train the run, unless it is there, and measure its model."""
-    record = train(config, folder, [], resume=None, model=True)
-    found = subject(gtracer.load(folder, device=config.device), folder=config.data, examples=options.pop("examples"))
-    sharpness = found.measured(progress=False, **options)
-    measures = {row.name: [row.value, row.error] for row in sharpness.rows()}
-    where = {"run": folder.name, "commit": provenance.commit(), "settings": dict(sharpness.settings)}
-    return {"last": record.summary()["last"], "measures": measures} | where
+@dataclass(frozen=True)
+class Model:
+    """One that is to be measured, and on how many of its examples."""
+
+    key: dict[str, Any]
+    folder: Path
+    data: str | None
+    device: str
+    examples: int
+    steps: int
+
+    def measured(self) -> dict[str, Any]:
+        """Its row."""
+        found = subject(gtracer.load(self.folder, device=self.device), folder=self.data, examples=self.examples)
+        sharpness = found.measured(progress=False, top=3, steps=self.steps)
+        measures = {row.name: [row.value, row.error] for row in sharpness.rows()}
+        where = {"run": self.folder.name, "commit": provenance.commit(), "settings": dict(sharpness.settings)}
+        return self.key | {"measures": measures} | where
 
 
-def made(name: str, asked: argparse.Namespace, tell: Callable[[str], Any]) -> list[dict[str, Any]]:
+def measured(models: list[Model], processes: int) -> Iterator[dict[str, Any]]:
+    """The rows as they come; a small network leaves a GPU idle, so that several processes may share it."""
+    if processes == 1 or len(models) < 2:
+        yield from map(Model.measured, models)
+        return
+    spawn, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // processes)
+    with ProcessPoolExecutor(processes, spawn, torch.set_num_threads, (threads,)) as pool:
+        for done in as_completed([pool.submit(model.measured) for model in models]):
+            yield done.result()
+
+
+def made(name: str, asked: argparse.Namespace, engine: Engine, tell: Callable[[str], Any]) -> list[dict[str, Any]]:
     """The models of a problem, a row for each; those that are in the file already are not measured again."""
-    problem, changes = PROBLEMS[name], {"data": asked.data} | ({"epochs": asked.epochs} if asked.epochs else {})
+    problem, changes = PROBLEMS[name], {"data": asked.data, "kernels": asked.kernels}
+    changes |= {"epochs": asked.epochs} if asked.epochs else {}
     changes |= {"device": asked.device} if asked.device else {}
-    folder = asked.out / slug(name)
-    file = asked.out / "results.jsonl"
+    folder, file = asked.out / slug(name), asked.out / "results.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     rows = [row for row in rows if row["problem"] == name]
-    rhos = tuned(problem, asked.methods, folder / "tuning", asked.workers, changes)
-    for seed in range(asked.seeds):
-        for method, rho in rhos.items():
-            if any((row["method"], row["seed"]) == (method, seed) for row in rows):
-                continue
-            config = problem.config(method, rho, seed=seed, **changes)
-            options = {"examples": asked.examples, "steps": asked.steps, "top": 3}
-            row = {"problem": name, "method": method, "seed": seed, "rho": rho}
-            row |= measured(config, folder / config.folder, options)
-            with file.open("a") as out:
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
-            rows.append(row)
-            tell(f"{name}, {method}, seed {seed}: {row['last']['test_accuracy']:.2%}")
-    return rows
+    rhos = tuned(problem, asked.methods, folder / "tuning", engine, changes)
+    configs = {
+        (method, seed): problem.config(method, rho, seed=seed, **changes)
+        for seed in range(asked.seeds)
+        for method, rho in rhos.items()
+    }
+    records = run_missing(configs.values(), folder, engine, Console(), models=True)
+    there, models = RunsFolder.of(folder), []
+    for (method, seed), config in configs.items():
+        record = records[config.identity]
+        key = {"problem": name, "method": method, "seed": seed, "rho": rhos[method]}
+        if record.failure is not None:
+            tell(f"{name}, {method}, seed {seed}: {record.failure}")
+        elif not any(key.items() <= row.items() for row in rows):
+            key["last"] = record.summary()["last"]
+            models.append(Model(key, there.place(config), asked.data, config.device, asked.examples, asked.steps))
+    for row in measured(models, asked.measuring):
+        with file.open("a") as out:
+            out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows.append(row)
+        tell(f"{name}, {row['method']}, seed {row['seed']}: {row['last']['test_accuracy']:.2%}")
+    order = list(configs)
+    return sorted(
+        (row for row in rows if (row["method"], row["seed"]) in configs),
+        key=lambda row: order.index((row["method"], row["seed"])),
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A column for each method, a row for each measure, and what its rank tells of the accuracy."""
     heads = [f"{m}, ρ {r:g}" if r else m for m, r in {row["method"]: row["rho"] for row in rows}.items()]
-    lines = ["| | " + " | ".join(heads) + " | rank correlation | without SGD |", "|" + " --- |" * (len(heads) + 3)]
+    epochs, seeds = (max(of) for of in zip(*((row["last"]["epoch"], row["seed"] + 1) for row in rows), strict=True))
+    lines = [
+        f"| {epochs} epochs, n = {seeds} | " + " | ".join(heads) + " | rank correlation | without SGD |",
+        "|" + " --- |" * (len(heads) + 3),
+    ]
     others = [row for row in rows if row["method"] != "SGD"]
     lines.append(
         "| test accuracy, % | " + " | ".join(_cells(rows, lambda r: 100 * r["last"]["test_accuracy"])) + " | | |"
@@ -221,13 +268,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of Lanczos' method")
     parser.add_argument("--data", help="folder with the tasks' official files")
     parser.add_argument("--device")
-    parser.add_argument("--workers", type=int, default=1, help="of the tuning")
+    parser.add_argument("--kernels", default="torch")
+    parser.add_argument("--parallel", type=int, metavar="N", help="runs at a time, as CUDA graphs (default: in turn)")
+    parser.add_argument("--measuring", type=int, default=1, metavar="N", help="processes that measure")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
+    engine: Engine = CudaGraphs(asked.parallel) if asked.parallel else in_turn
     for name in asked.problems:
-        rows = made(name, asked, print)
-        print(f"\n{name}\n\n{table(rows)}")
-        draw(name, rows, asked)
+        rows = made(name, asked, engine, partial(print, flush=True))
+        if rows:
+            print(f"\n{name}\n\n{table(rows)}", flush=True)
+            draw(name, rows, asked)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ Key = TypeVar("Key")
 def last_rows(configs: Mapping[Key, Config], folder: Path, workers: int) -> dict[Key, dict[str, float]]:
     """The last epoch of each; one that diverged has learnt nothing. Runs that the folder holds are not made again."""
     records = run_missing(configs.values(), folder, Local(workers), Console())
-    return {key: _last(records[config.identity]) for key, config in configs.items()}
+    return {key: last_row(records[config.identity]) for key, config in configs.items()}
 
 
 def in_turn(jobs: Iterable[Job]) -> Iterator[Event]:
@@ -36,7 +36,8 @@ def make(jobs: list[Job], engine: Engine) -> list[Record]:
     return [Record.read(job.folder) for job in jobs]
 
 
-def _last(record: Record) -> dict[str, float]:
+def last_row(record: Record) -> dict[str, float]:
+    """The last epoch; a run that diverged has learnt nothing."""
     if record.failure is not None:
         return {"test_accuracy": 0.0, "holdout_accuracy": 0.0, "diverged": 1.0}
     last: dict[str, float] = record.summary()["last"]

@@ -42,7 +42,7 @@ def step(rho: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def draw() -> Figure:
     """The valley's contours, the two passes, and both steps."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(5, 3.6), layout="constrained")
     axes = figure.add_subplot()
     x, y = torch.meshgrid(
         torch.linspace(-0.9, 1.1, 141).double(), torch.linspace(-0.45, 0.85, 86).double(), indexing="xy"
@@ -58,7 +58,7 @@ def draw() -> Figure:
     axes.annotate("w", start, xytext=(6, -12), textcoords="offset points")
     axes.plot(*displaced, "o", color=COLOURS["second"], markersize=5)
     axes.set(xlabel="across the valley", ylabel="steep above, wide below", xticks=[], yticks=[])
-    axes.legend(loc="lower left", frameon=False, fontsize=9)
+    axes.legend(loc="lower left", frameon=False)
     return figure
 
 

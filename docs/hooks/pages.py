@@ -11,7 +11,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = {"development/contributing.md": "CONTRIBUTING.md", "development/changes.md": "CHANGELOG.md"}
+ROW, ERROR = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"(?<=\d) ± (?=\d)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+CODE, OPTION = re.compile(r"<code>[^<]*</code>"), re.compile(r"(?<![\w-])--[\w-]+")
 
 
 def on_config(config: Any) -> Any:
@@ -53,9 +55,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
         return f"`{name}`" if text.strip("`") == name else f"{text} (`{name}`)"
 
     markdown = LINK.sub(link, markdown)
+    markdown = ROW.sub(lambda row: ERROR.sub("\u00a0±\u00a0", row[0]), markdown)  # a number and its error on one line
     for name in dict.fromkeys(shown):
         markdown += f"\n\n## {name} {{ #{_slug(name)} }}\n\n```python\n{(ROOT / name).read_text()}```\n"
     return markdown
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Options of the command line are not broken after their dashes."""
+    return CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
 
 
 def _moved(link: re.Match[str], place: str) -> str:

@@ -74,16 +74,16 @@ ELSEWHERE = {
 
 
 def load(run: str | os.PathLike[str], *, device: str = "auto", last: bool = False) -> Any:
-    """The model that `gtracer train` has left in a folder, with its preprocessing.
+    """Load the model that `gtracer train` saved in a folder, with its preprocessing.
 
     Args:
-        run: The folder.
-        device: Where to compute.
-        last: The last epoch's weights, where the best ones by held-out data are others.
+        run: Folder of the run.
+        device: Device to compute on.
+        last: Load the last epoch's weights instead of the best ones by held-out data.
 
     Returns:
-        `model`, in evaluation mode; `preprocessing`, whose `read(path)` gives what the model takes; `classes`; and
-        `predict(path)`, the probabilities of a file's or folder's examples.
+        An object with `model`, in evaluation mode; `preprocessing`, whose `read(path)` returns inputs for the model;
+        `classes`; and `predict(path)`, which returns the probabilities of the examples in a file or folder.
     """
     try:
         trained = importlib.import_module("gtracer.lab.inference.trained")

@@ -15,12 +15,12 @@ def calibration(probabilities: Tensor, labels: Tensor) -> dict[str, float]:
     """Negative log-likelihood (`nll`) and expected calibration error (`ece`, top label, 15 bins).
 
     Args:
-        probabilities: A matrix, one row an example and one column a class.
+        probabilities: A matrix with one row for each example and one column for each class.
         labels: The examples' classes, counted from 0.
 
     Raises:
-        ValueError: Where these are no probabilities, or no labels for them.
-        ImportError: Without torchmetrics.
+        ValueError: If the arguments are not probabilities and labels that match.
+        ImportError: If torchmetrics is not installed.
     """
     _check(probabilities, labels)
     try:

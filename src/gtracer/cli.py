@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
-        help="SGD against SAM against SGD-TRACER on digits with 50%% label noise",
+        help="compare SGD, SAM and SGD-TRACER on digits with 50%% label noise",
         description="Train two nets with SGD, SAM and SGD-TRACER on digits with 50% label noise; print a "
         "table of the test accuracies and draw the curves. Takes about a minute.",
         epilog="example: gtracer demo --seeds 5",
@@ -76,11 +76,11 @@ def _add_train(commands: Any) -> None:
     train = commands.add_parser(
         "train",
         help="train one model and write its record",
-        description="Train one model with one optimiser; leave its record (and, until it ends, a checkpoint) there.",
+        description="Train one model with one optimiser, and write its record. Until it ends it has a checkpoint too.",
         epilog="example: gtracer train --task digits --label-noise 0.5 --optimizer sgd-tracer --rho 0.012 --seed 1",
     )
     train.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on with the run in this folder; takes no other option but --data"
+        "--resume", type=Path, metavar="DIR", help="continue the run in this folder; takes no other option but --data"
     )
     train.add_argument("--tensorboard", action="store_true", help="write scalars for TensorBoard too")
     _add_configuration(train, "folder of the run (default: runs/ and a name made of its options)")
@@ -90,13 +90,13 @@ def _add_train(commands: Any) -> None:
 def _add_compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
-        help="an optimiser, SAM and TRACER on your own data, and the report",
-        description="Train with an optimiser alone, under SAM and under TRACER, whose ρ sets itself; each run keeps "
-        "the epoch that is best by held-out data. Says which method that is too, and what it is worth on test data.",
+        help="compare an optimiser, SAM and TRACER on your own data, with a report",
+        description="Train with an optimiser alone, with SAM and with TRACER, which adapts ρ by itself. Held-out data "
+        "chooses each run's epoch, and then the method. The accuracy that this gives on test data is printed.",
         epilog="example: gtracer compare photos --seeds 5",
     )
     compare.add_argument("examples", metavar="DATA", help="as gtracer train --task takes it")
-    compare.add_argument("--seeds", type=at_least_one, default=3, metavar="N", help="runs of each (default: 3)")
+    compare.add_argument("--seeds", type=at_least_one, default=3, metavar="N", help="runs of each method (default: 3)")
     _add_configuration(compare, "folder of the runs (default: runs/compare- and the data's name)")
     compare.set_defaults(run=_compare)
 
@@ -107,8 +107,8 @@ def _add_sweep(commands: Any) -> None:
     sweep = commands.add_parser(
         "sweep",
         help="run a study: methods × settings × seeds",
-        description="Run what is missing of a study, several runs in parallel. Finished runs are not run again; what "
-        "was cut goes on. gtracer report makes a page of the records.",
+        description="Make the missing runs of a study, several in parallel. Finished runs are not repeated, and "
+        "interrupted ones continue. gtracer report makes a page of the records.",
         epilog="example: gtracer sweep table1-digits --seeds 3",
     )
     sweep.add_argument("study", metavar="STUDY", help=f"a YAML or JSON file, or one of {', '.join(shipped())}")
@@ -122,10 +122,10 @@ def _add_sweep(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="LABEL",
-        help="run these of the study's settings alone (default: all)",
+        help="run only these settings of the study (default: all)",
     )
     sweep.add_argument(
-        "--models", action="store_true", help="leave each run's model in its folder, as gtracer train does"
+        "--models", action="store_true", help="keep each run's model in its folder, as gtracer train does"
     )
     for item in fields(Config):
         if item.name in ("data", "device", "precision", "kernels"):
@@ -140,26 +140,28 @@ def _add_tune(commands: Any) -> None:
         "tune",
         help="search ρ, δ, β on held-out training data",
         description="Search an optimiser's hyper-parameters by the accuracy on held-out training data, whose labels "
-        "are as noisy as the rest. Nothing is chosen by test data. Where ρ is looked for comes from short branches of "
-        "a run, as gtracer find-rho makes them. Options that are set below are not searched.",
+        "are as noisy as the rest. Test data chooses nothing. The range of ρ comes from short branches of a run, as "
+        "gtracer find-rho makes them. Options that you set are not searched.",
         epilog="example: gtracer tune --task digits --label-noise 0.5 --optimizer sgd-tracer --delta 0.01 --trials 20",
     )
-    tune.add_argument("--trials", type=at_least_one, default=20, metavar="N", help="values to try (default: 20)")
+    tune.add_argument(
+        "--trials", type=at_least_one, default=20, metavar="N", help="configurations to try (default: 20)"
+    )
     tune.add_argument("--seeds", type=at_least_one, default=1, metavar="N", help="runs of a trial (default: 1)")
     tune.add_argument(
         "--search",
         action="append",
         default=[],
         metavar="NAME=LOW:HIGH",
-        help="an option to search, any number of times (default: of TRACER rho/delta, delta, beta; of SAM rho)",
+        help="an option to search; may be repeated (default: for TRACER rho/delta, delta, beta; for SAM rho)",
     )
     tune.add_argument(
         "--finder",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="find a range for ρ first, by short branches (default: yes, where none is given)",
+        help="find a range for ρ first, with short branches (default: yes, unless a range is given)",
     )
-    tune.add_argument("--show-test", action="store_true", help="the accuracy on test data too")
+    tune.add_argument("--show-test", action="store_true", help="also show the accuracy on test data")
     _add_configuration(tune, "folder of the trials (default: runs/tune- and a name made of the options)")
     _add_engine(tune, "--sweep-engine")  # --engine is the optimiser's
     tune.set_defaults(run=_tune)
@@ -169,17 +171,19 @@ def _add_find_rho(commands: Any) -> None:
     find = commands.add_parser(
         "find-rho",
         help="recommend a ρ, from short branches of a run",
-        description="Train a short branch of the run for each of some values of ρ and compare them on held-out "
-        "training data; print which to use and why, and leave the curve as JSON and PNG. Test data is not looked at.",
+        description="Train a short branch of the run for each of several values of ρ and compare them on held-out "
+        "training data. Print which to use and why, and write the curve as JSON and PNG. Test data is not used.",
         epilog="example: gtracer find-rho --task digits --label-noise 0.5 --optimizer sgd-tracer",
     )
-    find.add_argument("--steps", type=at_least_one, metavar="N", help="of a branch (default: a fifth of the run's)")
+    find.add_argument(
+        "--steps", type=at_least_one, metavar="N", help="steps of a branch (default: a fifth of the run's)"
+    )
     find.add_argument(
         "--candidates",
         nargs="+",
         type=at_least_zero,
         metavar="X",
-        help="values of ρ (default: of TRACER 1e-5 to 0.03, of SAM 0.01 to 2)",
+        help="values of ρ (default: 1e-5 to 0.03 for TRACER, 0.01 to 2 for SAM)",
     )
     _add_configuration(find, "folder of the curve (default: runs/rho- and a name made of the options)")
     find.set_defaults(run=_find_rho)
@@ -206,35 +210,40 @@ def _add_engine(command: argparse.ArgumentParser, flag: str) -> None:
         type=_renamed({"side-by-side": "cuda-graphs"}),
         choices=["local", "cuda-graphs", "ray"],
         default="local",
-        help="processes of this machine; one process, its runs as CUDA graphs; a Ray cluster (default: local)",
+        help="local: processes; cuda-graphs: one process with its runs as CUDA graphs; ray: a cluster (default: local)",
     )
     group.add_argument(
-        "--workers", type=at_least_one, metavar="N", help="runs at a time (default: GPUs, or cores; cuda-graphs: 8)"
+        "--workers",
+        type=at_least_one,
+        metavar="N",
+        help="parallel runs (default: one for each GPU or core; cuda-graphs: 8)",
     )
     group.add_argument(
         "--processes",
         type=at_least_one,
         default=1,
         metavar="N",
-        help="cuda-graphs: several that share the device and the runs, for many short ones (default: 1)",
+        help="cuda-graphs: processes that share the device and the runs; for many short runs (default: 1)",
     )
     group.add_argument(
-        "--address", metavar="HOST:PORT", help="ray: of the cluster (default: a new one on this machine)"
+        "--address", metavar="HOST:PORT", help="ray: address of the cluster (default: a new one on this machine)"
     )
-    group.add_argument("--cpus", type=at_least_zero, default=1, metavar="N", help="ray: cores of a run (default: 1)")
+    group.add_argument(
+        "--cpus", type=at_least_zero, default=1, metavar="N", help="ray: cores for each run (default: 1)"
+    )
     group.add_argument(
         "--gpus",
         type=at_least_zero,
         default=0,
         metavar="N",
-        help="ray: GPUs of a run, parts of one allowed (default: 0)",
+        help="ray: GPUs for each run, fractions allowed (default: 0)",
     )
     group.add_argument(
         "--retries",
         type=whole,
         default=RETRIES,
         metavar="N",
-        help=f"how often a run is tried again when its process dies (default: {RETRIES})",
+        help=f"number of times to retry a run whose process dies (default: {RETRIES})",
     )
 
 
@@ -260,7 +269,7 @@ def _add_bench(commands: Any) -> None:
     choices = ["estimators", "throughput", "steps", "scaling", "fine-tuning", "loading"]
     renamed = _renamed({"side-by-side": "throughput", "sizes": "scaling"})
     bench.add_argument("what", type=renamed, choices=choices, help="what to compare")
-    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, wrn-28-10, transformer or encoder-110m; "
+    models = "resnet20-gn, resnet20 or transformer; steps: resnet20, cnn, transformer, wrn-28-10 or encoder-110m; "
     models += "fine-tuning: llama-134m, llama-1b or llama-tiny"
     bench.add_argument("--model", metavar="NAME", help=models, default=argparse.SUPPRESS)
     sizes = "examples a step (128; fine-tuning: 32)"
@@ -271,6 +280,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--precision", default="fp32", choices=["fp32", "bf16"], help="all but estimators")
     bench.add_argument("--kernels", default="torch", choices=["torch", "compiled", "fused"], help="throughput")
     bench.add_argument("--rounds", type=at_least_one, default=5, metavar="N", help="steps of each, taken in turn")
+    only = "steps: these rows and those that they are compared with, by the names in the table"
+    bench.add_argument("--rows", nargs="+", default=[], metavar="NAME", help=only)
     bench.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda or auto")
     bench.add_argument("--out", type=Path, metavar="FILE", help="write all numbers as JSON")
     bench.set_defaults(run=_bench)
@@ -495,7 +506,7 @@ def _bench(chosen: argparse.Namespace) -> None:
     elif chosen.what == "fine-tuning":
         fine_tuning.fine_tuning(**common, console=Console())
     elif chosen.what == "steps":
-        optimizers.steps(**common, precision=chosen.precision, console=Console())
+        optimizers.steps(**common, precision=chosen.precision, names=chosen.rows, console=Console())
     else:
         throughput.throughput(**common, precision=chosen.precision, kernels=chosen.kernels, console=Console())
 

@@ -1,15 +1,15 @@
-"""What did not earn its place: variants that were measured and are hardly ever worth it. They may change or go.
+"""Variants that were measured and found hardly ever worthwhile. They may change or be removed.
 
-Each is an object that is handed to an optimiser where its own sort goes:
+Pass each to an optimiser as the argument that the table names:
 
-| | handed over as | what it is |
+| option | passed as | what it does |
 | --- | --- | --- |
 | `PartialBatch(0.25)` | `engine=` | the second pass sees a share of the batch |
-| `PreviousStep()` | `reuse=` | one pass in all, displaced by the step before |
+| `PreviousStep()` | `reuse=` | one pass in all, displaced by the previous step |
 | `vectorised_micro_batch(m)` | `curvature=` | all micro-batches in one pass, by `vmap` |
-| `Ridge(eta)` | in `transforms=` | the pull of a Gaussian prior on the weights |
-| `Precondition()` | in `transforms=` | ∇L + ρ∇T divided by f + δ, as the derivation has it before the paper drops it |
-| `loss_gradient` | `average=` of Adam-TRACER | its second moment fed by ∇L alone, as Algorithm 1 has it for f |
+| `Ridge(eta)` | in `transforms=` | adds the ridge term of a Gaussian prior on the weights |
+| `Precondition()` | in `transforms=` | divides ∇L + ρ∇T by f + δ, as the derivation does before the paper drops it |
+| `loss_gradient` | `average=` of Adam-TRACER | feeds its second moment by ∇L alone, as Algorithm 1 feeds f |
 """
 
 from gtracer.optim.experimental import (

@@ -39,7 +39,7 @@ Optimizer = TwoPassOptimizer | Callable[[nn.Module], TwoPassOptimizer]
 
 @dataclass(frozen=True)
 class Branch:
-    """A candidate, and what became of it.
+    """A candidate and the results of its branch.
 
     Attributes:
         rho: ρ.
@@ -57,7 +57,7 @@ class Branch:
         return statistics.fmean(self.held_out)
 
     def above(self, other: Branch) -> tuple[float, float]:
-        """By how much its held-out loss lies above another's, and the standard error of that over the batches.
+        """The difference of its held-out loss from another's, and its standard error over the batches.
 
         >>> one, other = Branch(0.1, (1.0, 3.0), 0.0), Branch(0.0, (0.5, 1.5), 0.0)
         >>> one.above(other)
@@ -69,10 +69,10 @@ class Branch:
 
 @dataclass(frozen=True)
 class RhoCurve:
-    """What `find_rho` has found.
+    """The result of `find_rho`.
 
     Attributes:
-        rho: The ρ to train with; 0 where the branches cannot tell.
+        rho: The recommended ρ; 0 if the branches cannot tell.
         reason: Why, in a sentence.
         branches: One for each candidate, in the order of ρ, the first being ρ = 0.
         collapsed: The candidates that diverged or learnt next to nothing; none of them is recommended.
@@ -99,12 +99,12 @@ class RhoCurve:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """The standard error of each one's distance from the loss at ρ = 0, over the held-out batches."""
+        """The standard error of each one's difference from the loss at ρ = 0, over the held-out batches."""
         return tuple(branch.above(self.branches[0])[1] for branch in self.branches)
 
     @property
     def base_loss(self) -> float:
-        """At ρ = 0."""
+        """The mean held-out loss at ρ = 0."""
         return self.branches[0].loss
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class RhoCurve:
         return "\n".join([*lines, self.reason])
 
     def plot(self, where: str | Path | Axes) -> Axes:
-        """Draw the held-out loss over ρ, into a file or on axes of one's own."""
+        """Draw the held-out loss against ρ, into a file or on given axes."""
         return _draw(self, where)
 
 
@@ -133,44 +133,44 @@ def find_rho(
     figure: str | Path | None = None,
     tell: Callable[[str], Any] | None = print,
 ) -> RhoCurve:
-    """Recommend a ρ, from a short branch of training for each candidate; everything is put back afterwards.
+    """Recommend a ρ from a short branch of training for each candidate, and restore everything afterwards.
 
         found = gtracer.find_rho(model, loss_of, train_loader, held_out_loader, optimizer=opt, figure="rho.png")
         opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, rho=found.rho, model=model)
 
-    Call it where training is to begin, with the learning rate that is to be trained with: ρ goes with it. The longer
-    the branches, the better the advice; a fifth of the training is what was measured. Ctrl-C ends it after the step
-    under way, and puts everything back as an error does: weights, buffers, gradients, modes, the optimiser's state and
-    the random numbers of torch, Python and NumPy. Only an iterator that can be read but once stays read.
+    Call it before training, with the learning rate that you train with: the best ρ depends on it. Longer branches give
+    better advice; a fifth of the training was measured. After an error, or after Ctrl-C at the end of the current step,
+    everything is restored too: weights, buffers, gradients, modes, the optimiser's state and the random numbers of
+    torch, Python and NumPy. Only an iterator that can be read once stays read.
 
     Args:
-        model: Whose weights are trained; or an optimiser that was made with `model=`.
-        loss_of: The loss of a batch by this model, with a graph. It is called in the model's own modes for training,
-            and in evaluation mode for held-out batches. Under `torch.autocast` it may compute in bfloat16; a scaler for
-            float16 is not taken.
-        batches: Training batches, as a DataLoader gives them or in a list. What can be read several times is, with the
-            same random numbers for every branch.
-        held_out: Batches that are trained on neither now nor by who uses ρ, their labels as noisy as the rest. At least
-            four, better more: their scatter is the uncertainty. Without it every eighth batch of one pass over
-            `batches` is set aside, four at least, and the others of that pass are trained on again and again, so that
-            augmentation is not drawn anew.
-        optimizer: An optimiser of this package, or a function that makes one for the model (default:
-            `SGDTracer(model.parameters(), lr=0.1, momentum=0.9, model=model)`). Of groups with different ρ the largest
-            takes the candidates' values and the others keep their ratio to it.
-        candidates: Values of ρ; 0 is always among them (default: 1e-5 to 0.03 for TRACER, 0.01 to 2 for SAM).
-        steps: Of a branch (default: ten passes over the batches, 100 at least and 1000 at most).
-        chance: The loss of a model that has learnt nothing, by which collapse is known (default: where the last tensor
-            of a batch is integers in one dimension, the entropy of these labels; else the loss at the start).
-        figure: A file to draw the curve into.
-        tell: Is called with what was found, in words; None for silence.
+        model: The model to train, or an optimiser that was made with `model=`.
+        loss_of: Computes the loss of a batch with this model, with a graph. It is called in the model's current modes
+            for training, and in evaluation mode for held-out batches. It may compute in bfloat16 under
+            `torch.autocast`; a scaler for float16 is not supported.
+        batches: Training batches, as a DataLoader or a list. If they can be read several times, every branch reads them
+            again with the same random numbers.
+        held_out: Batches that are used neither for these branches nor for training, with labels as noisy as the rest.
+            At least four, better more: the uncertainty comes from their scatter. Without it, every eighth batch of one
+            pass over `batches` is set aside, at least four. The branches then repeat the others of that pass, so
+            augmentation is not drawn again.
+        optimizer: An optimiser of gtracer, or a function that makes one for the model (default:
+            `SGDTracer(model.parameters(), lr=0.1, momentum=0.9, model=model)`). If groups have different ρ, the largest
+            takes the candidates' values, and the others keep their ratio to it.
+        candidates: Values of ρ; 0 is always added (default: 1e-5 to 0.03 for TRACER, 0.01 to 2 for SAM).
+        steps: Steps of a branch (default: ten passes over the batches, at least 100 and at most 1000).
+        chance: The loss of a model that has learnt nothing, by which collapse is recognised (default: the entropy of
+            the labels if the last tensor of a batch is one-dimensional integers, otherwise the loss at the start).
+        figure: A file for the curve.
+        tell: A function that is called with the result in words; None for silence.
 
     Returns:
-        The curve, with its `rho` and the `reason`: of the candidates that have not collapsed, the largest whose
+        The curve, with its `rho` and the `reason`. It is the largest candidate that has not collapsed and whose
         held-out loss is within one standard error of the lowest.
 
     Raises:
-        ValueError: Where an argument cannot be used.
-        RuntimeError: Where several processes train the model: each would find another ρ.
+        ValueError: If an argument cannot be used.
+        RuntimeError: If several processes train the model, since each would find another ρ.
     """
     checks.kind("model", model, (nn.Module, TwoPassOptimizer))
     model, optimizer = _model_and_optimizer(model, optimizer)

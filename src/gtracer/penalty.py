@@ -42,7 +42,7 @@ class TracerPenalty:
     Args:
         params: Tensors, or groups (dicts with `params` and any of `rho`, `beta`, `delta`, `f0`).
         rho: ρ, strength of the penalty.
-        beta: β, how fast f follows the squared gradient.
+        beta: β, the rate at which f follows the squared gradient.
         delta: δ, damping of the ratio.
         f0: f₀, `"first-gradient"` or a number.
         curvature: The estimator F of `gtracer.curvature` (default: the squared gradient). With `micro_batch(m)` the

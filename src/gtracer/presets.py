@@ -1,8 +1,8 @@
-"""Settings by name, for where a number was searched: `SGDTracer(params, lr=0.1, **presets.fine_tuning())`.
+"""Named settings whose numbers come from searches: `SGDTracer(params, lr=0.1, **presets.fine_tuning())`.
 
-Each gives keyword arguments of every TRACER optimiser here; its docstring says where the numbers come from. There is
-none for label noise in general: the best ρ there goes from 1e-4 to 0.016 with net and data, and what is best on one
-ends at chance on another. `gtracer.find_rho` finds it (docs/how-to/choosing-rho.md).
+Each returns keyword arguments for any TRACER optimiser. Its docstring says where the numbers come from. There is no
+preset for label noise in general: the best ρ ranges from 1e-4 to 0.016 with network and data, and the best for one
+leaves another at chance. `gtracer.find_rho` finds it (docs/how-to/choosing-rho.md).
 
 >>> import torch
 >>> from gtracer import AdamWTracer, presets
@@ -21,18 +21,18 @@ Settings = dict[str, Any]
 
 
 def from_scratch() -> Settings:
-    """For training from scratch where nothing was searched: ρ sets itself, from zero on.
+    """For training from scratch without a search: ρ adapts during training, starting at zero.
 
-    It does not end at chance where a fixed 0.003 does (docs/how-to/choosing-rho.md, small problems).
+    It does not leave a network at chance where a fixed 0.003 does (docs/how-to/choosing-rho.md, small problems).
     """
     return {"rho": AUTO}
 
 
 def fine_tuning() -> Settings:
-    """For an encoder that was trained before: ρ 6e-5, and the total's norm clipped to 1.
+    """For a pretrained encoder: ρ 6e-5, and the total gradient clipped to a norm of 1.
 
-    From searches with all-MiniLM-L6-v2 and all-mpnet-base-v2 on BoolQ, WiC and RTE by held-out data: best ρ 1.5e-5 to
-    2e-4 (docs/explanation/defaults.md; records/superglue).
+    From searches on held-out data with all-MiniLM-L6-v2 and all-mpnet-base-v2 on BoolQ, WiC and RTE. The best ρ was
+    1.5e-5 to 2e-4 (docs/explanation/defaults.md; records/superglue).
     """
     return {"rho": RHO_FINE_TUNING, "clip": Clip(norm=1.0)}
 
@@ -46,7 +46,7 @@ def adapters() -> Settings:
 
 
 def cifar() -> Settings:
-    """For a residual net on images such as CIFAR's with weight decay and clean labels, not augmented: ρ 0.003.
+    """For a residual network on images like CIFAR's, clean labels, weight decay, no augmentation: ρ 0.003.
 
     ResNet-20, CIFAR-100, SGD at learning rate 0.1, weight decay 5e-4: best of 0.001 to 0.0065 over 100 epochs (0.0065
     of 0.003 to 0.009 over 200), by held-out data (docs/explanation/defaults.md; records/cifar100).
@@ -63,7 +63,7 @@ def cifar_augmented() -> Settings:
 
 
 def cifar_label_noise() -> Settings:
-    """For the same net with weight decay and 50% label noise, not augmented: ρ 0.004.
+    """For the same network with weight decay and 50% label noise, no augmentation: ρ 0.004.
 
     Best of 0.003 to 0.005, by held-out data (the same records).
     """

@@ -76,9 +76,9 @@ skips: ContextVar[bool] = ContextVar("skips", default=False)
 
 
 def second_pass() -> bool:
-    """Whether the code that asks is run in a further pass over the same batch, at displaced weights.
+    """Whether the calling code runs in a second pass over the same batch, at displaced weights.
 
-    What is counted or logged once for each batch asks this first: a metric, the tokens seen, `self.log`.
+    Ask it before anything that counts or logs once per batch: a metric, the tokens seen, `self.log`.
 
     >>> second_pass()
     False
@@ -404,14 +404,23 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 class Signals:
-    """Ctrl-C while a step is made: `open` where the caller's own code runs, held back everywhere else."""
+    """Ctrl-C while a step is made: let through where the caller's own code runs, held back everywhere else."""
 
     handler: Callable[[int, FrameType | None], Any] | None = None  # whose it is outside
     held: tuple[int, FrameType | None] | None = None
-    is_open = False
+    _is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Where the caller's own code runs."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_open and self.handler is not None and not _is_entering_or_leaving(frame):
+        if self._is_open and self.handler is not None and not _is_entering_or_leaving(frame):
             self.handler(number, frame)
         else:
             self.held = number, frame
@@ -432,7 +441,6 @@ def uninterrupted() -> Iterator[Signals]:
     try:
         yield signals
     finally:
-        signals.is_open = False
         if signals.handler is not None:
             handler: Callable[[int, FrameType | None], Any] = signals.handler
             if signal.getsignal(signal.SIGINT) == signals:  # unless the caller's code has set another

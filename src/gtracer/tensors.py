@@ -194,6 +194,12 @@ def leave(params: Tensors, gradients: Tensors) -> None:
         p.grad = gradient
 
 
+def forget(params: Tensors) -> None:
+    """Leave them no gradient."""
+    for p in params:
+        p.grad = None
+
+
 def kept(gradients: Tensors) -> Tensors:
     """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
     if not (distributed.is_available() and distributed.is_initialized()):

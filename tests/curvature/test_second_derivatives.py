@@ -175,3 +175,51 @@ def test_what_batch_norm_does_where_nothing_is_said(words):
     ]
     torch.testing.assert_close(outputs, plain)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_has_the_second_derivatives_of_its_formula(dim):
+    """Those of torch's own are not symmetric."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=dim).double()
+    x, used = torch.randn(5, 3, dtype=torch.float64), list(layer.parameters())
+    weights = [p.detach().flatten() for p in used]
+
+    def slopes(flat):
+        for p, part in zip(used, flat.split([w.numel() for w in weights]), strict=True):
+            p.data.copy_(part.view(p.shape))
+        return torch.cat([g.flatten() for g in torch.autograd.grad(layer(x).sin().square().sum(), used)])
+
+    at = torch.cat(weights)
+    numeric = torch.stack([(slopes(at + 1e-6 * e) - slopes(at - 1e-6 * e)) / 2e-6 for e in torch.eye(len(at)).double()])
+    slopes(at)
+    with SecondDerivatives():
+        found = torch.autograd.grad(layer(x).sin().square().sum(), used, create_graph=True)
+    rows = [torch.autograd.grad(g, used, retain_graph=True) for part in found for g in part.flatten()]
+    torch.testing.assert_close(
+        torch.stack([torch.cat([g.flatten() for g in row]) for row in rows]), numeric, atol=1e-7, rtol=1e-6
+    )
+
+
+def test_batch_norm_in_evaluation_has_third_derivatives_too():
+    """As Hutchinson's penalty wants them: against a difference of vᵀHv."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.Linear(3, 2)).double()
+    net(torch.randn(20, 4, dtype=torch.float64))
+    net.eval()
+    x, params = torch.randn(6, 4, dtype=torch.float64), list(net.parameters())
+    v, along = ([torch.randn_like(p) for p in params] for _ in range(2))
+
+    def curved(step):
+        with torch.no_grad():
+            torch._foreach_add_(params, along, alpha=step)
+        with SecondDerivatives():
+            slopes = torch.autograd.grad(net(x).pow(3).mean(), params, create_graph=True)
+            products = torch.autograd.grad(slopes, params, v, create_graph=True)
+        return sum((a * b).sum() for a, b in zip(products, v, strict=True))
+
+    third = torch.autograd.grad(curved(0.0), params)
+    expected = (curved(1e-5) - curved(-2e-5)).detach() / 2e-5
+    assert float(sum((a * b).sum() for a, b in zip(third, along, strict=True))) == pytest.approx(
+        float(expected), rel=1e-6
+    )

@@ -121,6 +121,14 @@ def test_every_public_name_is_described(pages, room):
     assert [name for name in names if not {f"{room}.{name}", f"gtracer.{name}"} & described] == []
 
 
+def test_defaults_are_shown_as_numbers(site):
+    """Not by the names of the constants that hold them; a dataclass's too."""
+    text = re.sub(r"<[^>]+>", "", (site / "reference" / "optimizers.html").read_text())
+    assert "delta: float = 0.01," in text
+    assert "radius: float = 0.05, central: bool = False" in text
+    assert not re.findall(r"\b(?:AUTO|BETA|DELTA|RHO|RADIUS|FIRST_GRADIENT)\b", text)
+
+
 @pytest.fixture(scope="module")
 def hook():
     """A function: one of docs/hooks, as mkdocs has it."""
@@ -155,6 +163,21 @@ def test_links_out_of_the_docs_lead_to_the_repository_or_name_the_file(hook, rep
     made = hook("pages").on_page_markdown("[e](../../examples/timm_style.py)", page=page, config=config)
     assert made.startswith("[e](#examples-timm_style-py)\n")
     assert (ROOT / "examples" / "timm_style.py").read_text() in made
+
+
+def test_a_number_and_its_error_stay_on_one_line(hook):
+    """In tables; code is left as it is."""
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="how-to/timm.md"))
+    config = SimpleNamespace(extra={"repository": ""})
+    made = hook("pages").on_page_markdown("| 1.0 ± 0.2 | **3.0 ± 0.4** |\n\n    1.0 ± 0.2", page=page, config=config)
+    assert made == "| 1.0\u00a0±\u00a00.2 | **3.0\u00a0±\u00a00.4** |\n\n    1.0 ± 0.2"
+
+
+def test_an_option_is_not_broken(hook):
+    """In code within a line; nothing else is touched."""
+    made = hook("pages").on_page_content("<p>--a</p> <code>x --label-noise 0.5</code> <code>a-b</code>")
+    option = '<span class="option">--label-noise</span>'
+    assert made == f"<p>--a</p> <code>x {option} 0.5</code> <code>a-b</code>"
 
 
 @pytest.mark.parametrize("version", [None, "0.1"])

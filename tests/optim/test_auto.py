@@ -2,7 +2,9 @@
 
 import copy
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,11 +12,9 @@ from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
 from gtracer import SAM, AdamWTracer, Clip, RhoScheduler, SGDTracer, Tracer, linear_warmup
-from gtracer.optim import auto
-from gtracer.optim.auto import Controller
 from support.problems import shapes_in_noise
 
-STEPS = 160
+STEPS, EPOCH = 160, 5
 
 
 def net(norm=True):
@@ -31,7 +31,8 @@ def batches(steps=STEPS, first=0):
     x = centres[right] + torch.randn(100, 5, generator=generator).double()
     y = torch.where(torch.rand(100, generator=generator) < 0.5, torch.randint(3, (100,), generator=generator), right)
     for step in range(first, first + steps):
-        rows = torch.randperm(100, generator=torch.Generator().manual_seed(step))[:20]
+        order = torch.randperm(100, generator=torch.Generator().manual_seed(step // EPOCH))
+        rows = order.split(100 // EPOCH)[step % EPOCH]
         yield x[rows], y[rows]
 
 
@@ -61,72 +62,68 @@ def train(model, opt, data, how="closure"):
 
 
 class Twin:
-    """What ρ is to be, from gradients and losses alone: the rule, written out once more."""
+    """What ρ is to be, from losses and cosines alone: the rule, written out once more."""
 
-    def __init__(self, full, none, falls, window=40, every=10, doubt=3.0):
-        self.full, self.none, self.falls = full, none, falls
-        self.window, self.every, self.doubt = window, every, doubt
-        self.stride = max(0.7, 2.3 * 40 / window)
-        self.log_rho, self.before, self.count = math.log(1e-5), None, 0
-        self.agreements, self.alignment = [], (0.0, 0.0)
+    def __init__(self, steps):
+        self.steps, self.first = steps, int(0.2 * steps)
+        self.log_rho, self.count = math.log(1e-5), 0
+        self.losses, self.cosine, self.weight = [], 0.0, 0.0
+        self.end = self.gap = self.variance = None
 
     def rho(self):
         return math.exp(self.log_rho) * min(1, max(0, (self.count - 20) / 80))
 
-    @staticmethod
-    def follow(average, value, kept):
-        total, weight = average
-        return kept * total + (1 - kept) * value, kept * weight + (1 - kept)
-
-    def note(self, g, cosine):
-        if self.before is not None:
-            self.agreements.append(float(self.before @ g / self.before.norm() / g.norm()))
+    def note(self, loss, cosine):
         if not math.isnan(cosine):
-            self.alignment = self.follow(self.alignment, cosine, 0.95)
-        self.before = g
-        if self.count % self.every == self.every - 1 and self.count >= self.window:
-            kept, c = 1 - 1 / self.window, self.alignment[0] / self.alignment[1]
-            weights = [kept**age for age in reversed(range(len(self.agreements)))]
-            s = sum(w * x for w, x in zip(weights, self.agreements, strict=True)) / sum(weights)
-            variance = sum(w * (x - s) ** 2 for w, x in zip(weights, self.agreements, strict=True)) / sum(weights)
-            known = s + self.doubt * (math.sqrt(variance * (1 - kept) / (1 + kept)) + max(0, -s))
-            up = min(1, max(0, (self.none - known) / (self.none - self.full))) * min(1, max(0, (0.7 - c) / 0.1))
-            down = min(self.stride, max(0, 3 * (s - self.falls)))
-            self.log_rho = min(math.log(1e-2), max(math.log(1e-5), self.log_rho + self.stride * up - down))
+            self.cosine, self.weight = 0.95 * self.cosine + 0.05 * cosine, 0.95 * self.weight + 0.05
+        self.losses.append(loss)
         self.count += 1
+        if len(self.losses) == self.steps:
+            self.conclude()
+            self.losses = []
+
+    def conclude(self):
+        x = (np.arange(self.steps) + 0.5) / self.steps - 0.5
+        x, y = x[self.first :], np.array(self.losses[self.first :])
+        (slope, middle), ((variance, _), _) = np.polyfit(x, y, 1, cov=True)
+        forgotten = 0.25 * min(1, self.steps / 20)
+        if self.end is not None:
+            drop = self.end - (middle - slope / 2)
+            self.gap = drop + (1 - forgotten) * (self.gap or 0)
+            self.variance = variance + (1 - forgotten) ** 2 * (self.variance or 0)
+            self.decide(middle)
+        self.end = middle + slope / 2
+
+    def decide(self, loss):
+        if not self.weight:
+            return
+        error, cosine = 0.25 * math.sqrt(self.variance), self.cosine / self.weight
+        low, high = max(0, self.gap - error), max(0, self.gap + error)
+        rises = min(1, max(0, (low / (low + loss) - 0.05) / 0.1)) * min(1, max(0, (0.7 - cosine) / 0.1))
+        falls = min(0.35, max(0, 35 * (0.01 - high / (high + loss))))
+        against = min(1, max(0, -cosine / 0.1))
+        rises, falls = rises * (1 - against), max(falls, 0.8 * against)
+        before = self.log_rho
+        self.log_rho = min(math.log(1e-2), max(math.log(1e-5), before + 1.6 * rises - falls))
+        if self.log_rho > before:
+            self.gap *= 1 - 0.5 * rises
 
 
-@pytest.mark.parametrize(
-    ("steps", "bounds"),
-    [
-        (None, (0.01, 0.03, 0.1)),
-        (10, (0.04, 0.07, 0.08, 40, 10, 0.0)),
-        (60, (0.04, 0.07, 0.08, 60, 15, 1.0)),
-        (100, (0.03, 0.05, 0.06, 100, 25, 1.8)),
-        (1000, (0.003, 0.005, 0.006, 1000, 250, 2.88)),
-    ],
-)
+@pytest.mark.parametrize("steps", [EPOCH, 20, 40])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("how", ["closure", "loop"])
-def test_it_follows_the_twin(name, how, steps, bounds, monkeypatch):
+def test_it_follows_the_twin(name, how, steps):
     model = net()
-    opt, twin, gradients = MAKERS[name](model, steps_per_epoch=steps), Twin(*bounds), []
-    note = Controller.note
-    monkeypatch.setattr(
-        Controller,
-        "note",
-        lambda self, opt, step, *place: (
-            gradients.append(torch.cat([g.flatten().clone() for g in step.gradients])) or note(self, opt, step, *place)
-        ),
-    )
+    opt, twin = MAKERS[name](model, steps_per_epoch=steps), Twin(steps)
     rhos, seen = train(model, opt, batches(), how)
     expected = []
-    for g, (_, stats) in zip(gradients, seen, strict=True):
+    for loss, stats in seen:
         expected.append(twin.rho())
-        twin.note(g, stats["cosine"])
+        twin.note(loss, stats["cosine"])
     assert rhos == pytest.approx(expected, rel=1e-6, abs=1e-300)
     assert rhos[20] == 0 < rhos[21] < rhos[39]
     assert seen[50][1]["rho"] == rhos[50]
+    assert steps > EPOCH or twin.rho() > 2e-5  # the shortest have moved it
 
 
 @pytest.mark.parametrize(("wrong", "least", "most"), [(0.5, 1e-3, 1e-2), (0.0, 1e-5, 1e-5)])
@@ -140,9 +137,9 @@ def test_it_rises_where_labels_are_memorised_and_not_where_they_are_learnt(wrong
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 10))
     opt = MAKERS["adamw"](model, steps_per_epoch=20)
-    for _ in range(400):
-        rows = torch.randperm(400, generator=generator)[:20]
-        opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows])
+    for _ in range(20):
+        for rows in torch.randperm(400, generator=generator).split(20):
+            opt.step(lambda x, y: cross_entropy(model(x), y), x[rows], y[rows])
     assert least * 0.999 <= opt.param_groups[0]["rho"] <= most * 1.001
 
 
@@ -228,11 +225,11 @@ def test_held_out_data_leaves_no_trace_but_rho():
     found = []
     for held in (False, True):
         model = net()
-        opt = MAKERS["sgd"](model, held_out=held_out_of(model, held))
+        opt = MAKERS["sgd"](model, held_out=held_out_of(model, held), steps_per_epoch=1000)
+        opt.controller = replace(opt.controller, wait=0, rise=10**9)
         opt.param_groups[0]["rho"] = 0.01
-        opt.controller = Controller(opt.controller.held_out, wait=0, rise=10**9, every=1)
         torch.manual_seed(3)
-        train(model, opt, batches(2))
+        train(model, opt, batches(12))  # one look, in the tenth
         found.append([*model.state_dict().values(), torch.get_rng_state()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
@@ -251,33 +248,116 @@ def test_rho_follows_the_gap_to_held_out_data(ratio, moved):
     group["rho_log"] = math.log(1e-3) if moved > -2 else math.log(5e-3)
     start = group["rho_log"]
     opt.step(lambda: 2 * ratio + (w[0] ** 2 - w[1] ** 2) / 2)
-    assert group["rho_log"] == pytest.approx(start + moved, abs=1e-9)
+    assert group["rho_log"] == pytest.approx(start + moved, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("steps", "agreement", "moved"),
-    [
-        (None, 0.02, 1.15),
-        (None, 0.05, 0),
-        (None, 0.15, -0.15),
-        (10, 0.15, -0.21),
-        (100, 0.15, -0.27),
-        (48, 0.05, 2.3 * 40 / 48 * 2 / 3),
-    ],
-)
-def test_rho_follows_the_agreement_of_batches(steps, agreement, moved):
-    """In closed form: gradients of successive steps have this cosine, and ∇T is at right angles to ∇L."""
-    w = nn.Parameter(torch.ones(4).double())
-    cosine = (agreement * 102 - 2) / 100  # of the parts of length 10 that alternate; the others are (1, −1)
-    slopes = [torch.tensor([10.0, 0.0]), torch.tensor([10 * cosine, 10 * math.sqrt(1 - cosine**2)])]
-    opt = SGDTracer([w], lr=0.0, delta=1e6, steps_per_epoch=steps)
+def sawtooth(fall, drop, level=2.0, steps=10, epochs=4):
+    """Losses that fall by so much over each epoch, and by so much more from its end to the next one's beginning."""
+    places = (torch.arange(steps).double() + 0.5) / steps - 0.5
+    return [level - epoch * (fall + drop) - fall * place for epoch in range(epochs) for place in places]
+
+
+def followed(losses, start, curvature=(1.0, -1.0), **own):
+    """log ρ after these losses, with a cosine of ∇L and ∇T of the curvatures' mean."""
+    w = nn.Parameter(torch.ones(2).double())
+    opt = SGDTracer([w], lr=0.0, delta=1e3, **own)
+    opt.controller = replace(opt.controller, wait=0, rise=1)
     group = opt.param_groups[0]
-    last = {100: 124, 48: 59}.get(steps, 49)  # the first decision
-    for i in range(last + 1):
-        if i == last:
-            group["rho_log"] = math.log(1e-3)
-        opt.step(lambda i=i: (slopes[i % 2].double() * w[:2]).sum() + (w[2] ** 2 - w[3] ** 2) / 2)
-    assert group["rho_log"] == pytest.approx(math.log(1e-3) + moved, abs=1e-6)
+    for i, loss in enumerate(losses):
+        if i == len(losses) - 1:
+            group["rho_log"] = math.log(start)
+        opt.step(lambda loss=loss: loss + (curvature[0] * (w[0] ** 2 - 1) + curvature[1] * (w[1] ** 2 - 1)) / 2)
+    return group["rho_log"]
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1, 0.3, -0.2])
+@pytest.mark.parametrize("fall", [0.0, 0.2, -0.3])
+def test_the_gap_is_the_sum_of_the_drops(fall, drop):
+    """In closed form: the third drop stands in full, those before have lost an eighth each epoch; ∇T ⊥ ∇L."""
+    kept = 1 - 0.125  # an epoch of ten steps
+    spent, gap = 0.0, 0.0
+    for epoch in range(1, 4):
+        loss = 2.0 - epoch * (fall + drop)
+        gap = max(0.0, kept * gap + drop) if drop > 0 else 0.0
+        rises = min(1, max(0, (gap / (gap + loss) - 0.05) / 0.1))
+        gap, spent = gap * (1 - 0.5 * rises), rises
+    expected = math.log(1e-4) + (1.6 * spent if drop > 0 else -0.35)
+    assert followed(sawtooth(fall, drop), 1e-4, steps_per_epoch=10) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_spike_at_the_beginning_of_an_epoch_is_no_drop_before_it():
+    """As after a last batch of few examples: a fifth of the epoch is left out."""
+    plain = sawtooth(0.0, 0.1, steps=20)
+    spiked = [loss + (5.0 if i % 20 < 4 else 0.0) for i, loss in enumerate(plain)]
+    found, expected = (followed(losses, 1e-4, steps_per_epoch=20) for losses in (spiked, plain))
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert found > math.log(1e-4)
+
+
+@pytest.mark.parametrize("amplitude", [0.1, 0.5, 1.0, 8.0])
+def test_a_drop_less_than_its_error_moves_nothing(amplitude):
+    """In closed form: scatter of this size around the line of each epoch, which leaves the line as it is."""
+    x = np.arange(8.0)
+    scatter = (-1.0) ** x
+    scatter -= np.polyval(np.polyfit(x, scatter, 1), x)
+    scatter *= amplitude
+    losses = np.array(sawtooth(0.0, 0.6, level=4.0, epochs=2)) + np.tile(np.r_[0, 0, scatter], 2)
+    error = math.sqrt((scatter**2).sum() / 6 / 0.42)  # Σ (x − x̄)² = 42 steps², of which 10 are the unit
+    low = max(0.0, 0.6 - 0.25 * error)
+    moved = 1.6 * min(1, max(0, (low / (low + 3.4) - 0.05) / 0.1))
+    assert (moved > 0) == (amplitude < 0.7)
+    assert followed(losses.tolist(), 1e-4, steps_per_epoch=10) == pytest.approx(math.log(1e-4) + moved, abs=1e-5)
+
+
+@pytest.mark.parametrize("curvature", [(1.0, 1.0), (1.0, -0.5), (1.0, -0.58), (1.0, -0.7), (0.95, -1.0), (0.8, -1.0)])
+def test_the_angle_of_the_penalty_decides_what_is_made_of_a_gap(curvature):
+    """In closed form: at w = 1 ∇L is c and ∇T is as c², coordinate by coordinate."""
+    c = np.array(curvature)
+    cosine = (c**3).sum() / np.linalg.norm(c) / np.linalg.norm(c**2)
+    against = min(1, max(0, -cosine / 0.1))
+    moved = 1.6 * min(1, max(0, (0.7 - cosine) / 0.1)) * (1 - against) - 0.8 * against
+    losses = sawtooth(0.0, 1.0, level=4.0, epochs=2)
+    found = followed(losses, 1e-4, curvature, steps_per_epoch=10)
+    assert found == pytest.approx(math.log(1e-4) + moved, abs=5e-3)  # of the finite difference, times 16
+
+
+@pytest.mark.parametrize("seen", [4, 3])
+def test_an_epoch_of_which_little_was_seen(seen):
+    """Through four losses a line can be laid; of fewer nothing is made, neither of the step to the next epoch."""
+    w = nn.Parameter(torch.ones(2).double())
+    opt = SGDTracer([w], lr=0.0, delta=1e3, steps_per_epoch=10)
+    opt.controller = replace(opt.controller, wait=0, rise=1)
+    for i, loss in enumerate(sawtooth(0.0, 0.3, epochs=3)):
+        unknown = 10 <= i < 20 - seen  # as in a loop of one's own that does not hand over the loss
+        opt.zero_grad()
+        at = loss + (w[0] ** 2 - w[1] ** 2) / 2
+        at.backward()
+        with opt.perturbed(loss=None if unknown else at):
+            (loss + (w[0] ** 2 - w[1] ** 2) / 2).backward()
+        opt.step()
+    assert opt.state[w]["rho_evidence"][8] == (3 if seen == 4 else 1)  # epochs in a row
+    assert (opt.param_groups[0]["rho_log"] > math.log(1e-5)) == (seen == 4)
+
+
+def test_nothing_to_learn_of_leaves_the_base_optimiser():
+    """At ρ = 0, at the price of one pass; it is told once what is missing, and works as soon as it is said."""
+    model = net()
+    opt = MAKERS["sgd"](model)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    train(model, opt, batches(500))
+    assert len(calls) == 500
+    assert opt.param_groups[0]["rho"] == 0
+    with pytest.warns(
+        UserWarning, match=r"stayed at 0 for 500 steps.* steps_per_epoch=len\(loader\), or pass held_out="
+    ):
+        train(model, opt, batches(1, first=500))
+    opt.steps_per_epoch = EPOCH
+    train(model, opt, batches(499, first=501))
+    assert opt.param_groups[0]["rho"] > 2e-5
+    short = MAKERS["sgd"](net(), steps_per_epoch=3)  # through fewer than four losses no line can be laid
+    train(short.model, short, batches(130))
+    assert short.param_groups[0]["rho"] == 0
 
 
 def test_held_out_data_in_a_loop_of_ones_own():
@@ -302,7 +382,7 @@ def test_what_is_no_held_out_loss(told):
 def test_a_group_with_a_number_keeps_it():
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": [*model[1:].parameters()], "rho": 0.007}]
-    opt = SGDTracer(groups, lr=0.1, model=model)
+    opt = SGDTracer(groups, lr=0.1, model=model, steps_per_epoch=EPOCH)
     train(model, opt, batches(130))
     assert opt.param_groups[1]["rho"] == 0.007
     assert 0 < opt.param_groups[0]["rho"] != 0.007
@@ -310,16 +390,6 @@ def test_a_group_with_a_number_keeps_it():
     assert opt.param_groups[2]["rho"] == 0.0
     train(model, opt, batches(2))
     assert opt.param_groups[2]["rho"] == opt.param_groups[0]["rho"]
-
-
-def test_many_coordinates_are_compared_in_a_sample(monkeypatch):
-    """Of a fixed size, whatever the net's; small nets are compared in full."""
-    monkeypatch.setattr(auto, "SAMPLED", 20)
-    model = net()
-    opt = MAKERS["sgd"](model)
-    train(model, opt, batches(30))
-    kept = sum(s["rho_before"].numel() for s in opt.state.values())
-    assert kept <= 20 + len(list(model.parameters()))
 
 
 def test_what_cannot_be():
@@ -331,7 +401,7 @@ def test_what_cannot_be():
         MAKERS["sgd"](model, held_out=0.1)
     with pytest.raises(ValueError, match="steps_per_epoch must be a whole number of at least 1, got 0"):
         MAKERS["sgd"](model, steps_per_epoch=0)
-    with pytest.raises(ValueError, match="rho must be"):
+    with pytest.raises(ValueError, match="rho must be 'auto' or a finite number in .*, got 'automatic'"):
         MAKERS["sgd"](model, rho="automatic")
     train(model, opt, batches(1))
     from gtracer.optim.refusals import check_capture
@@ -420,18 +490,6 @@ def test_a_small_convolutional_net_with_batch_norm(rho):
     assert (accuracy > 0.9) if rho == "auto" else (accuracy < 0.5)
 
 
-def test_a_step_that_is_skipped_leaves_no_trace():
-    """On the device it is found late: what was added of it is left out of the next decision."""
-    model = net()
-    opt = MAKERS["sgd"](model, nonfinite="skip")
-    train(model, opt, batches(104))
-    first = next(iter(model.parameters()))
-    opt.state[first]["rho_before"][0] = math.nan  # as the kernels would leave it
-    train(model, opt, batches(40, first=104))
-    assert all(torch.isfinite(t).all() for s in opt.state.values() for t in s.values() if isinstance(t, torch.Tensor))
-    assert math.isfinite(opt.param_groups[0]["rho"])
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_in_parts_it_moves_too(held):
     """Every way of taking a batch in parts has the cap and learns from held-out data."""
@@ -461,8 +519,8 @@ def test_in_parts_it_moves_too(held):
 def test_a_parameter_that_is_not_always_there():
     """What is known is kept with one that is missing in some steps; it is not learnt anew."""
     model = net()
-    opt = MAKERS["sgd"](model)
+    opt = MAKERS["sgd"](model, steps_per_epoch=EPOCH)
     for step, (x, y) in enumerate(batches(150)):
         model[0].weight.requires_grad_(step % 3 != 1)
         opt.step(lambda x=x, y=y: cross_entropy(model(x), y))
-    assert sum("rho_numbers" in state for state in opt.state.values()) == 1
+    assert sum("rho_evidence" in state for state in opt.state.values()) == 1

@@ -129,7 +129,7 @@ def test_copies_of_the_weights(make, plain, copies):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh())
         opt = maker(model.parameters())
-        return peak(lambda: step(opt, lambda: model(x).square().mean()), torch.device("cpu"), state=True)
+        return peak(lambda: step(opt, lambda: model(x).square().mean()), torch.device("cpu"), first=2)
 
     def once(opt, loss_of):
         opt.zero_grad()

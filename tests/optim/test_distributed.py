@@ -166,10 +166,11 @@ def rho_by_itself(rank, held):
     own = {"held_out": lambda: 1.2 + 2 * rank + 0 * model(x[half(rank)]).sum()} if held else {}
     opt = SGDTracer(model.parameters(), lr=0.1, momentum=0.9, model=model, steps_per_epoch=5, **own)
     rhos, generator = [], torch.Generator().manual_seed(4)
-    for _ in range(140):
-        y = torch.randint(3, (len(x),), generator=generator)  # nothing that batches could agree on
+    for step in range(140):
+        y = torch.randint(3, (len(x),), generator=generator)
         x = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        opt.step(lambda x=x, y=y: cross_entropy(model(x[half(rank)]), y[half(rank)]))
+        level = 0.0 if held else rank * 40 * 0.9 ** (step // 5)  # it drops after each epoch, in one of them alone
+        opt.step(lambda x=x, y=y, c=level: cross_entropy(model(x[half(rank)]), y[half(rank)]) + c)
         rhos.append(opt.param_groups[0]["rho"])
     return rhos, flat(model.parameters())
 

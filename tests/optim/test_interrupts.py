@@ -259,8 +259,8 @@ def test_another_handler_of_the_callers_own_is_kept():
     with uninterrupted() as signals:
         signal.raise_signal(signal.SIGINT)
         assert not seen
-        signals.is_open = True
-        signal.raise_signal(signal.SIGINT)
+        with signals.opened():
+            signal.raise_signal(signal.SIGINT)
         assert seen == ["outer"]
     assert seen == ["outer", "outer"]
     with uninterrupted():
@@ -275,9 +275,9 @@ def test_one_that_meets_a_scope_on_its_way_in_or_out_waits(name):
     scopes, callers = (types.FunctionType(frame_of.__code__, {"__name__": at, "sys": sys})() for at in (name, "train"))
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(frame))
     with uninterrupted() as signals:
-        signals.is_open = True
-        signals(signal.SIGINT, callers)
-        signals(signal.SIGINT, scopes)
+        with signals.opened():
+            signals(signal.SIGINT, callers)
+            signals(signal.SIGINT, scopes)
         assert seen == [callers]
     assert seen == [callers, scopes]
 

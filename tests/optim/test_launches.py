@@ -69,7 +69,7 @@ def test_a_capture_saves_no_statistics_for_a_step_that_fails(monkeypatch):
     """Nothing is computed before the replay; the second pass still puts back what it moves."""
     maker, _ = MAKERS["sgd"]
     eager = own_calls(maker, 2)
-    for room in ("optimizer", "evaluate"):
+    for room in ("optimizer", "step"):
         monkeypatch.setattr(f"gtracer.optim.{room}.is_capturing", lambda: True)
     monkeypatch.setattr("gtracer.optim.refusals.check_capture", lambda opt: None)
     assert own_calls(maker, 2) == eager - 2  # copies of floats and of counts

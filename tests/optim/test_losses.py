@@ -3,6 +3,7 @@
 import random
 import warnings
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -224,3 +225,36 @@ def test_a_failed_step_gives_the_random_numbers_back():
     found = np.random.rand()
     np.random.seed(0)
     assert found == np.random.rand()
+
+
+@pytest.mark.parametrize(("name", "loop"), [*((name, False) for name in MAKERS), ("sgd", True), ("adamw", True)])
+def test_autocast_around_the_step_is_autocast_in_the_closure(name, loop):
+    """Autocast keeps the weights that it has rounded: the second pass would compute with the first's, and ∇T be 0."""
+
+    def weights(within):
+        it = Setting(torch.float32)
+        opt = MAKERS[name](it.net.parameters())
+        outside, inside = (
+            torch.autocast("cpu", torch.bfloat16) if on else nullcontext() for on in (not within, within)
+        )
+
+        def closure():
+            opt.zero_grad()
+            with inside:
+                loss = it.loss(slice(None))
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            with outside:
+                if loop:
+                    loss = closure()
+                    with opt.perturbed(loss=loss):
+                        closure()
+                    opt.step()
+                else:
+                    opt.step(closure)
+            assert opt.stats.penalty_ratio > 0
+        return it.weights
+
+    torch.testing.assert_close(weights(False), weights(True), rtol=0, atol=0)

@@ -10,6 +10,7 @@ from torch import nn
 
 from gtracer import Clip, FiniteDifference, NonFiniteError, SGDTracer
 from gtracer.experimental import PreviousStep
+from gtracer.optim import evaluate
 from support.optimizers import every_optimiser, same, snapshot, with_plain_closure, with_torch_closure, without_closure
 from support.problems import PROBLEMS, conv_batch_norm, dropout_mlp, make, relative_error, tanh_mlp
 
@@ -332,14 +333,14 @@ def test_a_step_is_gone_after_it(own, monkeypatch):
     """At once, and not when Python's collector comes round: it holds copies of the weights."""
     made = make(tanh_mlp)
     opt = SGDTracer(made.model.parameters(), **({"lr": 0.1, "rho": 0.01} | own))
-    steps, begin = [], SGDTracer._begin
+    steps, begun = [], evaluate.begun
 
-    def noted(self, *args, **kwargs):
-        step = begin(self, *args, **kwargs)
+    def noted(*args, **kwargs):
+        step = begun(*args, **kwargs)
         steps.append(weakref.ref(step))
         return step
 
-    monkeypatch.setattr(SGDTracer, "_begin", noted)
+    monkeypatch.setattr(evaluate, "begun", noted)
     gc.disable()
     try:
         for i in range(4):

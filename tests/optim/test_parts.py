@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from gtracer import SAM, Clip, FiniteDifference, NonFiniteError, SGDTracer
 from gtracer.curvature import hutchinson, micro_batch
-from gtracer.optim.parts import Pool
+from gtracer.optim.pool import Pool
 from gtracer.optim.step import Slice, Step
 from support.batches import OPTIMIZERS, TRACER, Setting, cut, everyone, plain
 

@@ -70,6 +70,14 @@ def test_what_was_meant(written, meant):
         made(SGDTracer, **{written: 1})
 
 
+@pytest.mark.parametrize("rho", [0.01, "auto"])
+def test_why_there_are_no_kernels_on_a_cpu(rho):
+    """A ρ that begins at 0 is not why."""
+    assert made(SGDTracer, rho=rho).implementation_used.startswith("foreach, not fused: ")
+    assert "ρ = 0" not in made(SGDTracer, rho=rho).implementation_used
+    assert made(SGDTracer, rho=rho, implementation="foreach").implementation_used == "foreach"
+
+
 def test_repr_names_what_matters():
     model = nn.Linear(2, 1)
     opt = SGDTracer(model.parameters(), lr=0.1, rho=0.25, beta=0.5, interval=4, engine=FiniteDifference(0.02))
@@ -190,7 +198,7 @@ def test_a_type_checker_sees_wrong_calls(tmp_path):
 def test_help_is_readable(capsys):
     help(SGDTracer)
     printed = capsys.readouterr().out
-    for line in ("rho: ρ, strength of the penalty", "interval: Make the second pass", 'implementation: `"auto"`'):
+    for line in ("rho: ρ, strength of the penalty", "interval: Number of steps", 'implementation: `"auto"`'):
         assert line in printed
     assert textwrap.dedent(SGDTracer.__doc__ or "").count("Args:") == 1
     assert Clip(norm=1.0).norm == 1.0

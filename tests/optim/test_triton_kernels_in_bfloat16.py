@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gtracer import AdamWTracer, Clip, NonFiniteError, SGDTracer
-from gtracer.optim import executors
+from gtracer.optim import kernels
 from gtracer.optim.masters import REST, joined, split
 
 pytest.importorskip("triton")
@@ -28,10 +28,10 @@ KINDS = {"adam": ADAM, "sgd": SGD}
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     """How often a step was finished so."""
-    calls, finish = [], executors.TwoKernels.finish
-    monkeypatch.setattr(executors.TwoKernels, "finish", lambda self: calls.append(1) or finish(self))
+    calls, finish = [], kernels.TwoKernels.finish
+    monkeypatch.setattr(kernels.TwoKernels, "finish", lambda self: calls.append(1) or finish(self))
     if DEVICE == "cpu":
-        monkeypatch.setattr(executors, "readable", lambda *lists: all(t.is_contiguous() for x in lists for t in x))
+        monkeypatch.setattr(kernels, "readable", lambda *lists: all(t.is_contiguous() for x in lists for t in x))
     return calls
 
 
@@ -249,7 +249,7 @@ def test_a_second_pass_that_fails_is_undone(master_weights):
 
 @pytest.mark.parametrize("master_weights", [True, False])
 def test_what_is_no_number_changes_no_state(master_weights, monkeypatch):
-    monkeypatch.setattr(executors.TwoKernels, "found_early", lambda self, healthy: self.is_new)  # as on a GPU
+    monkeypatch.setattr(kernels.TwoKernels, "found_early", lambda self, healthy: self.is_new)  # as on a GPU
     own = {"lr": 1e-3, "implementation": "fused", "master_weights": master_weights}
     model, opt = trained(AdamWTracer, steps=2, **own)
     before = [x.clone() for p in opt.state for k, x in opt.state[p].items() if k != REST]

@@ -372,17 +372,20 @@ def test_subsets_of_the_parameters(net):
         ({"radius": math.nan}, "radius must be a finite number"),
         ({"confidence": 1.0}, "confidence must be"),
         ({"matrices": ["fisher"]}, "matrices must be one of 'hessian', 'ggn', got 'fisher'"),
+        ({"matrices": 3}, "matrices must be a list of 'hessian' and 'ggn', got 3"),
+        ({"seed": 2**63}, "seed must be below"),
         ({"f": [1]}, "f must be a Mapping of parameters"),
         ({"f": {"0.weight": torch.zeros(2)}}, "f must hold a tensor of shape"),
         ({"start": {}}, "start must hold a tensor of shape"),
         ({"train_mode": 1}, "train_mode must be True or False"),
+        ({"progress": "yes"}, "progress must be True, False or a function of what is done and its share, got 'yes'"),
         ({"params": []}, "no parameters that require gradients"),
     ],
 )
 def test_wrong_arguments_are_named(wrong, said):
     model = tanh_mlp()
     with pytest.raises(ValueError, match=said) as caught:
-        measure(model, classification(model), batches(), **QUIET, **wrong)
+        measure(model, classification(model), batches(), **(QUIET | wrong))
     assert "\n" not in str(caught.value)
 
 
@@ -410,3 +413,29 @@ def test_without_matplotlib_drawing_says_what_to_install(monkeypatch, tmp_path):
     needs = r"drawing needs matplotlib.*: pip install 'gtracer-optim\[lab\]'"
     with pytest.raises(ModuleNotFoundError, match=needs), picture.axes(tmp_path / "x.png"):
         pass
+
+
+def test_wrong_second_derivatives_are_told():
+    """Of a function whose derivative takes a part of itself for a constant, so that the matrix is not symmetric."""
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, u, v):
+            ctx.save_for_backward(u, v)
+            return u * v
+
+        @staticmethod
+        def backward(ctx, up):
+            u, v = ctx.saved_tensors
+            return up * v, up * u.detach()
+
+    torch.manual_seed(0)
+    net = nn.Bilinear(3, 3, 1).double()
+    x = torch.randn(9, 9, dtype=torch.float64)
+
+    def loss_of(batch):
+        w = net.weight.flatten()
+        return (batch @ Times.apply(w, w.flip(0))).square().mean()
+
+    with pytest.warns(UserWarning, match=r"products with the hessian are not symmetric, by \d+\.\d% of its largest"):
+        measure(net, loss_of, [x], tolerance=0.0, progress=False, samples=0, ascent=0)

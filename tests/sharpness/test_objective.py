@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from gtracer.sharpness import SplitLoss, classification, measure
-from gtracer.sharpness.objective import Telling
+from gtracer.sharpness import SplitLoss, classification, line, measure
+from gtracer.sharpness.progress import Telling
 from support.dense import batches, matrices
 
 FEW = {"top": 1, "steps": 3, "probes": 2, "samples": 1, "ascent": 2, "progress": False}
@@ -293,6 +294,18 @@ def backward_itself(net):
     return loss_of
 
 
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return nn.Linear(5, 3)
+
+
+def checkpointed(net):
+    def loss_of(batch):
+        return cross_entropy(checkpoint(net, batch[0].clone().requires_grad_(), use_reentrant=True), batch[1])
+
+    return loss_of
+
+
 REFUSED = {
     "no data": (lambda n: (n, loss_of_batch(n), []), ValueError, "batches holds no batch"),
     "a generator": (lambda n: (n, loss_of_batch(n), (b for b in batches())), ValueError, "can be read only once"),
@@ -339,6 +352,32 @@ REFUSED = {
     "no function": (lambda n: (n, None, batches()), ValueError, "loss_of must be a function of a batch"),
     "its own backward": (lambda n: (n, backward_itself(n), batches()), RuntimeError, "loss_of has called backward"),
     "meta": (lambda n: (n.to("meta"), loss_of_batch(n), batches()), ValueError, "not all here"),
+    "a tensor of batches": (lambda n: (n, classification(n), torch.zeros(3, 5)), ValueError, "batches, got a Tensor$"),
+    "one batch": (
+        lambda n: (n, classification(n), (torch.zeros(3, 5), torch.zeros(3).long())),
+        ValueError,
+        "looks like one batch: pass a list",
+    ),
+    "not initialized": (
+        lambda n: (nn.LazyLinear(3), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is not initialized yet",
+    ),
+    "inference mode": (
+        lambda n: (made_in_inference_mode(), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is of inference mode",
+    ),
+    "complex": (
+        lambda n: (nn.Linear(5, 3, dtype=torch.complex64), loss_of_batch(n), batches()),
+        ValueError,
+        "parameter weight is complex",
+    ),
+    "reentrant checkpoints": (
+        lambda n: (n, checkpointed(n), batches()),
+        RuntimeError,
+        "does checkpointing, if there is any, have use_reentrant=False",
+    ),
     "outputs": (
         lambda n: (n, SplitLoss(lambda b: (n(b[0]),), lambda o, b: cross_entropy(o[0], b[1])), batches()),
         ValueError,
@@ -355,6 +394,15 @@ def test_refusals_are_one_line(net, name):
     with pytest.raises(kind, match=said) as caught:
         measure(*arguments, **FEW)
     assert "\n" not in str(caught.value)
+
+
+def test_one_number_of_any_shape_is_a_loss_and_several_are_none(net):
+    plain, given = loss_of_batch(net), batches()
+    one, other = (measure(net, loss, given, **FEW).rows() for loss in (plain, lambda b: plain(b).reshape(1)))
+    assert list(one) == list(other)
+    assert line(net, lambda b: plain(b).item(), given, points=3) == line(net, plain, given, points=3)
+    with pytest.raises(RuntimeError, match=r"sharpness needs a scalar loss, got shape \(8, 3\)"):
+        line(net, lambda b: net(b[0]), given)
 
 
 def test_gauss_newton_of_a_loss_in_one_piece_is_refused(net):
@@ -428,3 +476,23 @@ def test_several_processes_are_refused(net, monkeypatch):
         measure(net, classification(net), batches(), **FEW)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     assert measure(net, classification(net), batches(), **FEW).loss > 0
+
+
+@pytest.mark.parametrize("mode", [torch.bfloat16, torch.float16])
+def test_autocast_around_a_measurement_is_autocast_in_the_loss(mode):
+    """Autocast keeps the weights that it has rounded, while they are displaced and while they are dual numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 3))
+    given = [(x.float(), y) for x, y in batches()]
+    plain = classification(model)
+
+    def outputs_of(batch):
+        with torch.autocast("cpu", mode):
+            return plain.outputs_of(batch)
+
+    within = measure(model, SplitLoss(outputs_of, plain.loss_on, plain.correct_on), given, progress=False)
+    with torch.autocast("cpu", mode):
+        around = measure(model, plain, given, progress=False)
+    assert around.expected.value > 0
+    for row, other in zip(within.rows(), around.rows(), strict=True):
+        assert row.value == pytest.approx(other.value, rel=1e-6), row.name

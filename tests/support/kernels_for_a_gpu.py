@@ -29,7 +29,7 @@ def compiled(kernel, **kind):
 if __name__ == "__main__":
     from gtracer.optim import triton_kernels
 
-    for name in ("reach", "displace", "total", "finish", "agree"):
+    for name in ("reach", "displace", "total", "finish"):
         kernel = getattr(triton_kernels, f"{name}_kernel")
         for adam, aligned in ((True, True), (False, True), (True, False)):
             code = compiled(kernel, ADAM=adam, ALIGNED=aligned, NARROW=False, LOW=False)

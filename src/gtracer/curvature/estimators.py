@@ -33,7 +33,7 @@ def gradient_magnitude(at: Evaluation) -> Tensors:
 
 
 def loss_gradient(at: Evaluation) -> Tensors:
-    """The same, told apart by Adam-TRACER, whose second moment it makes that of ∇L: see `gtracer.experimental`."""
+    """`gradient_magnitude`; as Adam-TRACER's `average=` it feeds the second moment by ∇L (`gtracer.experimental`)."""
     return squares(at.gradients)
 
 
@@ -59,10 +59,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class VectorisedMicroBatch(MicroBatch):
-    """The same with all micro-batches in one pass: see `gtracer.experimental`."""
+    """`MicroBatch` with all micro-batches in one pass: see `gtracer.experimental`."""
 
     def check(self, average: Estimator, model: nn.Module | None) -> None:
-        """Refuse what cannot be taken so."""
+        """Refuse an average or a model that cannot be vectorised."""
         if model is None or average not in (self, gradient_magnitude):
             raise ValueError(f"curvature = {self!r} needs model= and goes with average=gradient_magnitude or none")
 
@@ -72,10 +72,10 @@ def micro_batch(m: int, *, vectorised: bool | None = None) -> MicroBatch:
 
     An optimiser with it is given the batch, `opt.step(closure, x, y)`, and calls `closure` on parts of it. The
     penalty's gradient is the mean of the micro-batches' own, each displaced along its own direction, so a step costs
-    two passes over the batch as ever. Batch norm sees one micro-batch at a time.
+    two passes over the batch as usual. Batch norm sees one micro-batch at a time.
 
     Args:
-        m: Examples of a micro-batch.
+        m: Number of examples in a micro-batch.
         vectorised: Moved to `gtracer.experimental.vectorised_micro_batch`; will go in the next version.
     """
     checks.count("m", m)
@@ -139,8 +139,8 @@ def monte_carlo_fisher(
     Args:
         loss: What the closure computes, as a function, class or module of torch.
         samples: Labels drawn for each example.
-        temperature: Of the Gumbel-Softmax relaxation. The sample is a true one at any; a lower one makes its gradient
-            less biased and noisier.
+        temperature: Temperature of the Gumbel-Softmax relaxation. The sample is always a true one; a lower
+            temperature makes its gradient less biased and noisier.
     """
     checks.count("samples", samples)
     checks.number("temperature", temperature, low=0, open_low=True)
@@ -154,8 +154,8 @@ def gauss_newton(
 
     Args:
         loss: What the closure computes, as a function, class or module of torch.
-        samples: Where the outputs are many, so many labels are drawn from the model instead, and held constant.
-        exact_up_to: So many outputs are not too many; each costs a backward pass. 0 always samples.
+        samples: Number of labels to draw from the model, and to hold constant, if there are many outputs.
+        exact_up_to: Most outputs for the exact diagonal; each costs a backward pass. 0 always samples.
     """
     checks.count("samples", samples)
     checks.number("exact_up_to", exact_up_to, low=0)
@@ -258,12 +258,12 @@ class Choice:
 
     @property
     def parts(self) -> int | None:
-        """The size of the micro-batches, where one of them wants such."""
+        """The size of the micro-batches, if an estimator uses them."""
         sizes = [x.size for x in (self.numerator, self.average) if isinstance(x, MicroBatch)]
         return min(sizes, default=None)
 
     def measure(self, at: Evaluation) -> tuple[Tensors, Tensors]:
-        """F for the numerator, with its graph if so asked, and |F| for the average, without.
+        """F for the numerator, with its graph if asked for, and |F| for the average, without.
 
         A Hessian's diagonal may be negative, f must not be.
         """
@@ -273,7 +273,7 @@ class Choice:
 
 
 def has_finite_difference(estimator: Estimator, model: nn.Module | None) -> bool:
-    """Whether ∇⟨F, ·⟩ can be had from first-order passes: squared gradients of batches, micro-batches or examples."""
+    """Whether first-order passes give ∇⟨F, ·⟩: for squared gradients of batches, micro-batches or examples."""
     if isinstance(estimator, PerExample) and model is not None:
         return all(fast_path(layer, name) is not None for name, layer in Recording(model).layers)
     return estimator is gradient_magnitude or isinstance(estimator, MicroBatch)

@@ -20,7 +20,7 @@ class Evaluation:
 
     Args:
         loss: The mean over the examples of a batch.
-        params: Those to differentiate by; `params` and `gradients` then hold those that the loss depends on.
+        params: Parameters to differentiate by; `params` and `gradients` then hold those that the loss depends on.
         recording: Of the pass that gave the loss, where an estimator needs the layers.
         differentiable: Whether gradients and estimates carry their own graph.
         by_examples: Take the gradients of the layers' parameters from the examples', where those will be wanted anyway:

@@ -27,25 +27,25 @@ LOGGED = ("loss", "trace_ratio", "penalty_ratio")
 class TracerCallback(Callback):
     """Logs the loss, T and the penalty's share of the gradient every `every_n_steps` steps of the optimiser.
 
-    With automatic optimisation Lightning hands the optimiser a closure, so TRACER works as it is in float32 and
-    bfloat16. Three things it cannot do so, and the callback refuses them: float16, where the closure is run before the
-    optimiser can scale it; `accumulate_grad_batches`, where only the last micro-batch's closure arrives; and
-    Lightning's clipping, which comes with the closure and so clips either pass. For the first two there is
-    `manual_step`, for the last the optimiser's `clip=Clip(norm=…)`: see docs/how-to/lightning.md.
+    With automatic optimisation Lightning passes the optimiser a closure, so TRACER works unchanged in float32 and
+    bfloat16. The callback refuses three things that do not work: float16, where the closure runs before the optimiser
+    can scale its loss; `accumulate_grad_batches`, where only the last micro-batch's closure arrives; and Lightning's
+    clipping, which is inside the closure and clips each pass. Use `manual_step` for the first two, and the optimiser's
+    `clip=Clip(norm=…)` for the last: see docs/how-to/lightning.md.
 
-    `tracer/loss` is the loss at the weights of the step. What `training_step` logs and counts is that of the first
-    pass: in the second the callback lets nothing be logged, and holds the module's numbers, lists, dictionaries and
-    metrics (`torchmetrics`). A `training_step` that returns None skips the step, as it does with other optimisers.
+    `tracer/loss` is the loss at the weights of the step. `training_step` logs and counts in the first pass only: in the
+    second one nothing is logged, and the module's numbers, lists, dictionaries and metrics (`torchmetrics`) stay as
+    they are. A `training_step` that returns None skips the step, as with other optimisers.
 
     Args:
-        every_n_steps: Reading the numbers waits for the device.
+        every_n_steps: Steps from one log to the next. Reading the numbers waits for the device.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
         self.every_n_steps = every_n_steps
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say how long an epoch is, and refuse what automatic optimisation would get wrong without a word."""
+        """Set the length of an epoch, and refuse what automatic optimisation would silently get wrong."""
         for opt in _two_pass(trainer):
             if opt.steps_per_epoch is None and math.isfinite(trainer.num_training_batches):
                 opt.steps_per_epoch = max(1, math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches))
@@ -72,7 +72,7 @@ class TracerCallback(Callback):
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """From here on a second pass leaves no trace in logs and metrics."""
+        """Keep second passes out of logs and metrics from now on."""
         if stage == "fit":
             log, training_step = pl_module.log, pl_module.training_step
 
@@ -91,13 +91,13 @@ class TracerCallback(Callback):
             pl_module.log, pl_module.training_step = log_once, step_once  # type: ignore[method-assign]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The module's own methods again."""
+        """Restore the module's own methods."""
         for name in ("log", "training_step"):
             vars(pl_module).pop(name, None)
         skips.set(False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Hand the last step's numbers to the module's log."""
+        """Log the numbers of the last step."""
         for i, opt in enumerate(_two_pass(trainer)):
             # The optimiser's own count: trainer.global_step adds up that of all, and misses steps past Lightning.
             if opt.stats is not None and opt.steps % self.every_n_steps == 0:
@@ -112,14 +112,14 @@ def manual_step(
     """Make one step of manual optimisation; return the plain loss at the old weights.
 
     It goes through Lightning's `manual_backward` and Lightning's optimiser, so loss scaling, several processes,
-    `trainer.global_step` and `max_steps` are Lightning's as ever.
+    `trainer.global_step` and `max_steps` work as usual.
 
     Args:
         module: The one whose `training_step` this is.
         closure: Computes the loss of a micro-batch and returns it; a tuple or list is unpacked.
-        batches: The micro-batches, `[batch]` where the batch is not split. Each counts by its number of examples, and
+        batches: The micro-batches, or `[batch]` if the batch is not split. Each counts by its number of examples, and
             moves batch norm's running statistics as any batch does.
-        optimizer: One of `module.optimizers()`, where there are several.
+        optimizer: One of `module.optimizers()`, if there are several.
     """
     optimizer = module.optimizers() if optimizer is None else optimizer
     # Lightning's wrapper inherits from the class that it wraps: but for step() it would keep a state of its own.

@@ -59,19 +59,19 @@ class TracerMixin(_MeanLoss):
     """Makes a Trainer run its micro-batches a second time, at displaced weights, before each update.
 
     Put it before the Trainer: `class Mine(TracerMixin, Seq2SeqTrainer): …`. Accumulation, mixed precision, clipping
-    (`max_grad_norm`, of the total gradient), checkpoints and several processes are the Trainer's own. The penalty is
-    that of the whole batch: of all micro-batches and processes, each of which counts the same. T and ‖ρ∇T‖/‖∇L‖ of the
-    last step come with every loss that is logged, as `trace_ratio` and `penalty_ratio`. Batch norm sees the first pass
-    alone; the optimiser need not be told the model.
+    (`max_grad_norm`, of the total gradient), checkpoints and several processes work as in the Trainer. The penalty is
+    that of the whole batch, of all micro-batches and processes, which all count the same. Each logged loss comes with T
+    and ‖ρ∇T‖/‖∇L‖ of the last step, as `trace_ratio` and `penalty_ratio`. Batch norm sees the first pass alone, without
+    `model=`.
 
-    What the Trainer counts and logs is that of the first pass: its numbers, lists, dictionaries and metrics are held
-    over the second, which is given the inputs that the first has prepared and does not log.
+    The Trainer counts and logs the first pass only. In the second pass its numbers, lists, dictionaries and metrics
+    stay as they are, and nothing is logged. The second pass uses the inputs that the first one prepared.
 
     Args:
         *args: The Trainer's.
-        tracer: Options of `AdamWTracer`, such as `{"rho": 1e-4}`. Where ρ is not among them it is 6e-5, to fine-tune,
-            and 2e-4 for adapters of PEFT; a model that starts anew wants 0.003. Learning rate, betas, eps and weight
-            decay are those of the TrainingArguments. What else their `optim` names (`sgd`, `rmsprop`, `adagrad`,
+        tracer: Options of `AdamWTracer`, such as `{"rho": 1e-4}`. The default ρ is 6e-5, for fine-tuning, and 2e-4 for
+            PEFT's adapters; a model trained from scratch needs about 0.003. Learning rate, betas, eps and weight decay
+            are those of the TrainingArguments. What else their `optim` names (`sgd`, `rmsprop`, `adagrad`,
             `adafactor`) is wrapped by `Tracer`, of which these are then options; `hyperparameter_search` searches
             `tracer_rho`, `tracer_delta` and `tracer_beta` beside the Trainer's own. For another optimiser of gtracer
             pass `optimizers` or `optimizer_cls_and_kwargs`.

@@ -81,83 +81,85 @@ class Config:
     task: Name = option(
         "digits",
         "digits, fashion-mnist, cifar10, cifar100, boolq, wic, rte; or your own: a folder of images in class folders, "
-        "a csv, parquet or jsonl file of a table or of texts, a folder of two, MODULE:FUNCTION giving torch Datasets",
+        "a csv, parquet or jsonl file of a table or of texts, a folder of two, MODULE:FUNCTION that returns Datasets",
     )
     data: Name | None = option(None, "folder with the task's official files (default: ~/.cache/gtracer)")
-    text_columns: Name = option("text", "a text file's columns to classify: one, or two with a comma")
-    label_column: Name = option("label", "a file's column with the class")
-    drop: Name | None = option(None, "a table's columns to leave out, with commas")
-    image_size: Units | None = option(None, "side of the images of a folder, which are scaled and cut to it")
-    max_length: Count = option(256, "tokens of a text, at most")
-    label_noise: Share = option(0.0, "share of training labels replaced by a different class")
-    train_share: ShareAboveZero = option(1.0, "share of the training data that is used")
+    text_columns: Name = option("text", "columns with the texts to classify: one, or two separated by a comma")
+    label_column: Name = option("label", "column with the label")
+    drop: Name | None = option(None, "columns of a table to ignore, separated by commas")
+    image_size: Units | None = option(None, "side in pixels to which the images of a folder are scaled and cropped")
+    max_length: Count = option(256, "most tokens of a text")
+    label_noise: Share = option(0.0, "share of the training labels to replace by a different class")
+    train_share: ShareAboveZero = option(1.0, "share of the training data to use")
     holdout: ShareBelowOne = option(
-        0.0, "share of the training data that is held out, its labels as noisy as the rest, to tune on"
+        0.0, "share of the training data to hold out for tuning, with labels as noisy as the rest"
     )
     augment: Flag = option(False, "random crops and flips of images")
     model: Name | None = option(
         None,
         "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, timm/NAME, MODULE:FUNCTION that takes shape and "
-        "classes and gives a torch.nn.Module; for texts a Hugging Face name or folder",
+        "classes and returns a torch.nn.Module; for texts a name or folder of Hugging Face's",
     )
-    pretrained: Flag = option(False, "begin with timm's own weights, and fine-tune")
-    weights: Name | None = option(None, "begin with the weights of this file (.safetensors, .pt), and fine-tune")
-    width: Units = option(256, "units of an mlp's hidden layers")
-    depth: Units = option(2, "number of an mlp's hidden layers")
-    init: Init = option("own", "a network's first weights: its own (He et al.'s) or torch's default ones")
-    optimizer: Name = option("sgd-tracer", "one of torch.optim, such as adamw; followed by -tracer, -sam or -asam")
+    pretrained: Flag = option(False, "fine-tune timm's pretrained weights")
+    weights: Name | None = option(None, "fine-tune the weights in this file (.safetensors, .pt)")
+    width: Units = option(256, "units in each hidden layer of an mlp")
+    depth: Units = option(2, "hidden layers of an mlp")
+    init: Init = option("own", "initial weights: own (those of the network, He et al.'s) or torch's default ones")
+    optimizer: Name = option(
+        "sgd-tracer", "an optimiser of torch.optim, such as adamw, alone or followed by -tracer, -sam or -asam"
+    )
     lr: Positive = option(0.02, "learning rate")
     loss: Loss | None = option(
-        None, "cross-entropy, for classes; mse or huber, for real numbers (default: by whether labels have a fraction)"
+        None, "cross-entropy for classes; mse or huber for real numbers (default: mse if a label has a fraction)"
     )
-    label_smoothing: ShareBelowOne = option(0.0, "share of each label that is spread over all classes")
-    class_weights: Flag = option(False, "weigh each class in the loss by how rare it is")
-    momentum: ShareBelowOne = option(0.9, "of SGD, and of others that have one")
-    dampening: Number = option(0.0, "of SGD")
+    label_smoothing: ShareBelowOne = option(0.0, "share of each label to spread over all classes")
+    class_weights: Flag = option(False, "give rare classes more weight in the loss")
+    momentum: ShareBelowOne = option(0.9, "momentum of SGD, and of other optimisers that have one")
+    dampening: Number = option(0.0, "dampening of SGD")
     nesterov: Flag = option(False, "Nesterov momentum in SGD")
-    weight_decay: AtLeastZero = option(0.0, "coupled; decoupled in AdamW")
-    betas: tuple[ShareBelowOne, ShareBelowOne] = option((0.9, 0.999), "Adam's")
-    eps: AtLeastZero = option(1e-8, "Adam's")
-    clip: Positive | None = option(
-        None, "scale gradients down to this norm, those of L + ρT (default: leave them; for texts 1)"
-    )
-    rho: Strength = option(None, "ρ: strength of TRACER's penalty, auto where it is to set itself; or SAM's radius")
+    weight_decay: AtLeastZero = option(0.0, "weight decay: decoupled in AdamW, otherwise coupled")
+    betas: tuple[ShareBelowOne, ShareBelowOne] = option((0.9, 0.999), "betas of Adam")
+    eps: AtLeastZero = option(1e-8, "eps of Adam")
+    clip: Positive | None = option(None, "clip the gradient of L + ρT to this norm (default: no clipping; for texts 1)")
+    rho: Strength = option(None, "ρ: strength of TRACER's penalty, a number or auto; for SAM its radius")
     beta: Share | None = option(None, "β: rate of TRACER's average")
     delta: AtLeastZero | None = option(None, "δ: TRACER's damping")
     f0: First = option(None, "TRACER's f₀: first-gradient or a number")
     curvature: Name | None = option(
         None, "TRACER's F: gradient-magnitude, micro-batch-M, per-example, monte-carlo-fisher, gauss-newton, hutchinson"
     )
-    average: Name | None = option(None, "another of these for the average f alone")
-    engine: Engine | None = option(None, "TRACER's: finite-difference or exact")
+    average: Name | None = option(None, "another estimator, for the average f alone")
+    engine: Engine | None = option(None, "how TRACER differentiates T: finite-difference or exact")
     radius: Positive | None = option(None, "displacement of TRACER's finite difference")
-    difference: Difference | None = option(None, "TRACER's: forward or central")
-    interval: Count = option(1, "make the second pass every so many steps")
+    difference: Difference | None = option(None, "TRACER's finite difference: forward or central")
+    interval: Count = option(1, "number of steps from one second pass to the next")
     reuse: Reuse = option(
-        None, "TRACER's for less: previous (one pass in all), or a factor on the last penalty between two intervals"
+        None, "previous: TRACER in one pass; a number: use the last penalty between second passes, times this factor"
     )
-    share: ShareAboveZero = option(1.0, "of the batch that TRACER's second pass sees")
+    share: ShareAboveZero = option(1.0, "share of the batch in TRACER's second pass")
     preconditioned: Flag = option(False, "divide TRACER's gradient by f + δ")
     eta: AtLeastZero | None = option(None, "η: variance of the prior in TRACER's ridge term, or ASAM's offset of |w|")
-    second_moment: SecondMoment | None = option(None, "what feeds Adam-TRACER's: total (∇[L + ρT]) or loss (∇L alone)")
-    scale_free: Flag = option(False, "TRACER: measure weights before batch norm by their direction")
+    second_moment: SecondMoment | None = option(
+        None, "what feeds Adam-TRACER's second moment: total (∇[L + ρT]) or loss (∇L)"
+    )
+    scale_free: Flag = option(False, "TRACER: measure T in the direction of the weights before batch norm")
     rho_warmup: Share = option(0.0, "share of the steps over which ρ rises to its value")
     ema: ShareBelowOne = option(
-        0.0, "decay of an average of the weights, which is evaluated and kept instead of the last ones (0: none)"
+        0.0, "decay of an average of the weights, to evaluate and keep instead of the last ones (0: none)"
     )
     epochs: Count = option(100, "passes over the training data")
-    batch_size: Count = option(128, "examples a step")
-    schedule: Schedule = option("cosine", "of the learning rate")
+    batch_size: Count = option(128, "examples in a step")
+    schedule: Schedule = option("cosine", "schedule of the learning rate")
     warmup: Share = option(0.0, "share of the steps over which the learning rate rises")
-    seed: Seed = option(0, "of the splits, the label noise, the weights and the batches")
+    seed: Seed = option(0, "seed of the splits, the label noise, the weights and the batches")
     device: Name = option("auto", "cpu, cuda, mps, … or auto")
     kernels: Kernels = option(
         "torch",
-        "torch's; compiled: torch.compile; fused: our own on a GPU, for a resnet with batch norm or a BERT",
+        "torch; compiled: torch.compile; fused: gtracer's on a GPU, for a resnet with batch norm or a BERT",
     )
-    precision: Precision = option("fp32", "of the computation; weights are fp32")
+    precision: Precision = option("fp32", "precision of the computation; weights stay fp32")
     sharpness: Count | None = option(
-        None, "measure how sharp the loss is after every so many epochs (every=20, or 20); training stays the same"
+        None, "measure sharpness every N epochs (every=20, or 20), without changing the training"
     )
 
     def __post_init__(self) -> None:

@@ -27,16 +27,17 @@ from gtracer.penalty import DELTA
 class AdamTracer(TwoPassOptimizer):
     """Adam-TRACER: Adam on L + ρT, with Adam's second moment as f, so β = 1 − betas[1].
 
-    A step of Adam's is bounded, whatever the gradients, because its second moment has seen what its first averages. So
-    it is fed by ∇[L + ρT] here, and f is the average of that. With another `curvature` (or `average`) than the squared
-    gradient, and with `step(penalty="each")`, that estimate feeds it; `Tracer(torch.optim.Adam(…))` has one for each.
+    Adam's steps are bounded, whatever the gradients, because its second moment has seen what its first moment averages.
+    Here ∇[L + ρT] therefore feeds the second moment, and f is its average. With another `curvature` (or `average`) than
+    the squared gradient, and with `step(penalty="each")`, that estimate feeds it instead. `Tracer(torch.optim.Adam(…))`
+    keeps f and the second moment apart.
 
     Args:
         params: Parameters or groups, as for `torch.optim.Adam`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.Adam`; weight decay is coupled.
-        amsgrad: Refused: its running maximum would part the preconditioner from f.
-        foreach, fused: As for torch, whose step it is at ρ = 0; other steps are foreach always, or the two kernels of
-            `implementation`.
+        amsgrad: Refused: its running maximum would separate the preconditioner from f.
+        foreach, fused: As for torch, which makes the step at ρ = 0. Other steps always use foreach, or the two
+            kernels of `implementation`.
         capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
             rate that is to change in the replays must be a tensor.
         {rho}
@@ -101,9 +102,9 @@ class AdamWTracer(TwoPassOptimizer):
     Args:
         params: Parameters or groups, as for `torch.optim.AdamW`.
         lr, betas, eps, weight_decay, maximize: As for `torch.optim.AdamW`.
-        amsgrad: Refused: its running maximum would part the preconditioner from f.
-        foreach, fused: As for torch, whose step it is at ρ = 0; other steps are foreach always, or the two kernels of
-            `implementation`.
+        amsgrad: Refused: its running maximum would separate the preconditioner from f.
+        foreach, fused: As for torch, which makes the step at ρ = 0. Other steps always use foreach, or the two
+            kernels of `implementation`.
         capturable: Keep the count of steps on the device, so that a step can be captured as a CUDA graph. A learning
             rate that is to change in the replays must be a tensor.
         {rho}

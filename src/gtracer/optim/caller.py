@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
+from gtracer.optim import refusals
 from gtracer.optim.loops import Loop
 from gtracer.optim.losses import Comparison
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.others import Others
-from gtracer.optim.watch import Clipping
+from gtracer.optim.watch import Clipping, Probe
 from gtracer.scopes import RandomState, have_moved
 from gtracer.tensors import Tensors
+
+if TYPE_CHECKING:
+    from gtracer.optim.step import Left, Surroundings
 
 
 class Caller:
@@ -25,8 +31,8 @@ class Caller:
     """
 
     def __init__(self, method: Method, params: Tensors) -> None:
-        self.draws: bool | None = None
         self.loop = Loop(RandomState({p.device for p in params}, others=True))
+        self.draws: bool | None = None
         # SAM's direction has no length, and its total is the second gradient: as it is clipped or scaled.
         self.clipping = Clipping(asked=isinstance(method, TraceRatio))
         self.losses = Comparison(method)
@@ -38,6 +44,15 @@ class Caller:
         self.loop = Loop(RandomState({p.device for p in params}, others=due and self.draws is not False))
         if due and self.clipping.asked:
             self.loop.watch = self.clipping.watch(params, model)
+
+    def look(self, around: Surroundings, left: Left, *, due: bool) -> None:
+        """A closure of its own is about to be called: look at what it does with gradients, where that is not known."""
+        if due and self.clipping.asked:
+            refusals.check_scaler()
+            self.loop.take_watch()
+            around.watch = self.clipping.watch(around.params, around.model)
+        if not left.is_untouched:  # it may accumulate them
+            around.probe = Probe.of(around.params)
 
     def note_draws(self, start: RandomState) -> None:
         """Look whether anybody has drawn in the first pass, where nobody knows."""

@@ -8,38 +8,38 @@ C = TypeVar("C", bound=type)
 
 TEXTS = {
     "rho": """\
-rho: ρ, strength of the penalty: a number, or `"auto"`, which sets and moves it (docs/how-to/choosing-rho.md). May be
-    set per group, as β, δ and f₀ may.""",
-    "beta": "beta: β, how fast f follows the squared gradient.",
-    "delta": "delta: δ, damping of the ratio. What matters is ρ/δ while δ is well above f.",
+rho: ρ, strength of the penalty: a number, or `"auto"`, which adapts it during training
+    (docs/how-to/choosing-rho.md). May be set per group, like β, δ and f₀.""",
+    "beta": "beta: β, the rate at which f follows the squared gradient.",
+    "delta": "delta: δ, damping of the ratio. While δ is well above f, only ρ/δ matters.",
     "shared": """\
-f0: f₀, where f starts: `"first-gradient"`, the first squared gradient, or a number.
+f0: f₀, the initial f: `"first-gradient"`, the first squared gradient, or a number.
 curvature: The estimator F, one of `gtracer.curvature`; `gradient_magnitude` is the paper's.
 average: Another estimator for f alone.
-engine: How T is differentiated: `FiniteDifference(radius=0.05, central=False)`, by gradients at displaced
-    weights, or `Exact()`, by double backward; `"finite-difference"` and `"exact"` for short. By default the first,
-    where the estimator has it.
-interval: Make the second pass only every so many steps.
-reuse: In the steps between, use the last ρ∇T again, times this every step.
-scale_free: Where the network sees only the direction of a unit's weights, as before batch norm, measure T by it:
-    without weight decay a penalty by the weights themselves fades while they grow. At the first step δ means what
-    it always does.
-clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)`.
-transforms: More that is done to ∇L + ρ∇T before the update, after clipping: see `gtracer.experimental`.
-model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
-nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`, `"skip"` the step, or `"ignore"`, which
-    does not look. In two kernels the device looks for itself: `"skip"` never waits for it, and `"raise"` tells at the
-    next step at the latest. Elsewhere both wait for one number.
-implementation: `"auto"`: two kernels on a GPU wherever they can make the step, otherwise torch's foreach kernels;
-    `implementation_used` tells which, and why. `"foreach"`: those always. `"compiled"`: what TRACER adds, through
+engine: How T is differentiated: `FiniteDifference(radius=0.05, central=False)` uses gradients at displaced weights,
+    `Exact()` double backward. `"finite-difference"` and `"exact"` are short forms. The default is the finite
+    difference, or `Exact()` if the estimator has none.
+interval: Number of steps from one second pass to the next.
+reuse: Factor by which the last ρ∇T is multiplied in each step between, where it is used again.
+scale_free: Before batch norm, where only the direction of a unit's weights matters, measure T in that direction.
+    Otherwise the penalty fades as the weights grow, if there is no weight decay. In the first step δ has its usual
+    meaning.
+clip: Limits for the gradient that makes the update, such as `Clip(norm=1.0)`.
+transforms: Further changes to ∇L + ρ∇T, after clipping and before the update: see `gtracer.experimental`.
+model: If given, the displaced pass leaves its batch-norm statistics and other buffers unchanged.
+nonfinite: What to do if the loss or a gradient is NaN or infinite: `"raise"`, `"skip"` the step, or `"ignore"`, which
+    does not check. The two kernels check on the device: `"skip"` never waits for it, and `"raise"` raises in the next
+    step at the latest. Elsewhere both wait for one number.
+implementation: `"auto"`: two kernels on a GPU if they can make the step, and torch's foreach kernels otherwise;
+    `implementation_used` says which, and why. `"foreach"`: always torch's. `"compiled"`: TRACER's part through
     `torch.compile`, without a copy of the weights (they come back to within a rounding). `"fused"`: the two kernels,
     or an error that says why not.
 master_weights: Of weights in bfloat16: keep sixteen bits more of each in the state, whose float32 the update and its
     state then are. Without them weights and state are in bfloat16, as torch's are, and rounded up or down by chance.
 steps_per_epoch: For `rho="auto"`: steps until an example comes back, `len(loader)` mostly. Without it ρ rises later.
-held_out: For `rho="auto"`: gives the loss of a held-out batch, whose labels are as noisy as the rest. It is called
-    every tenth step, without gradients, with statistics frozen and random numbers as they were; ρ then goes by it, and
-    not by `steps_per_epoch`.""",
+held_out: For `rho="auto"`: a function that returns the loss of a held-out batch, whose labels are as noisy as the
+    rest. It is called every tenth step, without gradients, with frozen statistics and replayed random numbers. ρ then
+    follows this loss instead of `steps_per_epoch`.""",
 }
 
 

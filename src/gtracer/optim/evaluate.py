@@ -1,10 +1,10 @@
-"""How the loss and its gradients are had: of a closure, in micro-batches, with a graph, scaled; and what comes back."""
+"""Both passes over a batch, and how each is made: of a closure, in micro-batches, with a graph, scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,27 +14,16 @@ from torch import Tensor, nn
 from gtracer import checks, tensors
 from gtracer.curvature import Evaluation, Recording, SecondDerivatives
 from gtracer.optim import processes, refusals
-from gtracer.optim.methods import Method, TraceRatio
-from gtracer.optim.others import PooledGradients, differentiate, in_model, put_aside, put_back
+from gtracer.optim.auto import look_at_held_out_data
+from gtracer.optim.methods import Method, TraceRatio, note_curvature
+from gtracer.optim.others import PooledGradients, differentiate
 from gtracer.optim.parts import Parts, shared
-from gtracer.optim.step import COUNT, Place
-from gtracer.optim.watch import Probe, Watch
-from gtracer.scopes import (
-    Buffers,
-    Copies,
-    PooledStatistics,
-    RandomState,
-    Signals,
-    displaced,
-    is_capturing,
-    passes_again,
-    replayed_random,
-    skips,
-)
+from gtracer.optim.scaler import unscale
+from gtracer.optim.step import Place, Slice, Step, Surroundings, displaced_pass, drive, gradients_ahead
+from gtracer.scopes import PooledStatistics, is_capturing, passes_again, skips
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
-    from gtracer.optim.loops import Loop
     from gtracer.optim.optimizer import TwoPassOptimizer
 
 PENALTIES = ("whole", "each")
@@ -80,152 +69,29 @@ class Call:
         return partial(self.closure, *self.batch)
 
 
-@dataclass
-class Surroundings:
-    """What passes find and have to leave as it was."""
-
-    params: Tensors  # all of the optimiser's
-    devices: set[torch.device]
-    model: nn.Module | None  # whose statistics displaced passes leave alone
-    copies: Copies
-    random: RandomState  # where the random numbers of the first pass begin
-    begins: bool  # whether that is here, and not before in a loop of the caller's
-    signals: Signals
-    loops: list[Loop] = field(default_factory=list)  # of all whose passes these are
-    statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
-    drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
-    others: list[Tensor] = field(default_factory=list)  # parameters that are not the optimiser's: the model's first
-    in_model: int = 0  # how many of them are the model's
-    seeks: bool = False  # whether the loss is asked for more of them
-    pooled: PooledGradients | None = None  # theirs, where a batch is taken in parts
-    watch: Watch | None = None  # of gradients in the caller's hands, in the first steps
-    probe: Probe | None = None  # of gradients that the caller has accumulated before
-    aside: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients of theirs, during a pass
-    seed: int = 0  # by which displaced weights in bfloat16 are rounded: another one in every step
-
-    def clear(self) -> None:
-        """Forget all gradients."""
-        for p in self.params:
-            p.grad = None
-
-
-def surroundings_of(
-    opt: TwoPassOptimizer, signals: Signals, *, begins: bool = False, several: bool = False
-) -> Surroundings:
-    """What the passes of an optimiser's step find; random numbers begin here, or where the loop has marked it."""
-    params = [p for group in opt.param_groups for p in group["params"]]
-    devices = {p.device for p in params}
-    caller, due = opt._caller, opt.second_pass_due
-    start = RandomState(devices, others=due and caller.draws is not False) if begins else caller.loop.mark
-    around = Surroundings(params, devices, opt.model, opt._copies, start, begins, signals, [caller.loop])
-    around.seed = opt.param_groups[0][COUNT]
-    if several or due:  # a step of one pass leaves others what it should
-        around.seeks = caller.others.sought
-        if opt.model is not None:
-            around.others = in_model(opt.model, params)
-            around.in_model = len(around.others)
-        elif several:
-            around.others = caller.others.recall(params)
-    return around
-
-
-@contextmanager
-def all_or_nothing(around: Surroundings, *, anew: bool = False, checked: bool = True) -> Iterator[None]:
-    """Where passes are made, and nobody else's: on any error random numbers, statistics and gradients are put back.
-
-    Args:
-        around: Them.
-        anew: Gradients that were there before are forgotten: they take memory, and the first pass clears them anyway.
-        checked: Whether the step fails where a number is not finite.
-    """
-    if anew:
-        around.clear()
-    gradients = [p.grad for p in around.params]
-    without = [p for p in around.others if p.grad is None]
-    start = around.random if around.begins else RandomState(around.devices)
-    # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that fails
-    # could want it, and what fails in a capture has changed nothing yet.
-    if around.model is not None and not (is_capturing() or (anew and not checked)):
-        around.statistics = around.copies.of(around.model, "of the step")
-    try:
-        for loop in around.loops:
-            loop.busy = True
-        yield
-    except BaseException:
-        for p, gradient in zip(around.params, gradients, strict=True):
-            p.grad = gradient
-        for p in without:
-            p.grad = None
-        if around.statistics is not None:
-            around.statistics.restore()
-        start.restore()
-        raise
-    finally:
-        for loop in around.loops:
-            loop.busy = False
-        if around.watch is not None:
-            around.watch.remove()
-
-
-@contextmanager
-def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -> Iterator[None]:
-    """Where a further pass is made: at displaced weights, with the first's random numbers and frozen statistics."""
-    around.clear()
-    around.seeks = False
-    if around.others:
-        put_aside(around, around.others)
-    scope: AbstractContextManager[None] = nullcontext()
-    if place is not None:
-        scope = displaced(params, place, around.seed) if isinstance(place, list | tuple) else place
-    statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
-    with scope, replayed_random(around.random, around.devices) as around.drawn:
-        if isinstance(place, list):
-            place.clear()  # it is in the weights: a copy of them less while the pass is made
-        token = passes_again.set(around)
-        try:
-            yield
-        finally:
-            passes_again.reset(token)
-            if statistics is not None:
-                statistics.restore()
-            if around.aside:
-                put_back(around)
-
-
-def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
-    """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
-    # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    return tensors.kept(gradients) if keep else gradients
-
-
 def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp.GradScaler | None = None) -> Any:
     """Evaluate the loss and leave its gradients in `.grad`, whoever calls `backward()`."""
-    around.clear()
+    tensors.forget(around.params)
     if around.probe is not None:
         around.probe.lay()
-    with torch.enable_grad():
-        around.signals.is_open = True
-        try:
-            loss = loss_of()
-            if around.probe is not None:
-                around.probe.check()
-                around.probe = None
-            before = all(p.grad is None for p in around.params)  # it is still to be differentiated
-            if before and loss is None and skips.get():
-                raise Skipped
-            if around.seeks and isinstance(loss, Tensor):
-                found = tensors.leaves(loss, besides=[*around.params, *around.others])
-                around.others += found
-                if before and around.pooled is not None:
-                    around.pooled.meet(found)
-            if before:
-                checks.loss(loss, "step(closure)")
-                (loss if scaler is None else scaler.scale(loss)).backward()
-            elif around.watch is not None:
-                around.watch.look()
-        finally:
-            around.signals.is_open = False
+    with torch.enable_grad(), around.signals.opened():
+        loss = loss_of()
+        if around.probe is not None:
+            around.probe.check()
+            around.probe = None
+        before = all(p.grad is None for p in around.params)  # it is still to be differentiated
+        if before and loss is None and skips.get():
+            raise Skipped
+        if around.seeks and passes_again.get() is not around and isinstance(loss, Tensor):
+            found = tensors.leaves(loss, besides=[*around.params, *around.others])
+            around.others += found
+            if before and around.pooled is not None:
+                around.pooled.meet(found)
+        if before:
+            checks.loss(loss, "step(closure)")
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        elif around.watch is not None:
+            around.watch.look()
     if all(p.grad is None for p in around.params):
         raise RuntimeError("step(closure): the loss depends on none of the optimiser's parameters")
     if scaler is not None:
@@ -260,7 +126,7 @@ def pass_in_parts(
         joined, _ = processes.mean({p: [g] for p, g in mean.items()}, around.params, processes.group_of(around.model))
         mean = {p: gradient for p, (gradient,) in joined.items()}
         processes.as_first(around.model)
-    around.clear()
+    tensors.forget(around.params)
     tensors.leave(list(mean), list(mean.values()))
     return total
 
@@ -278,16 +144,12 @@ def sum_over(closure: Callable[..., Any], parts: Parts, model: nn.Module | None)
 
 def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: TraceRatio, due: bool) -> Evaluation:
     """A pass of which more is wanted than the gradient."""
-    around.clear()
+    tensors.forget(around.params)
     model = around.model
     recording = Recording(model) if model is not None and method.curvature.needs_layers else None
     with torch.enable_grad():
-        with recording or nullcontext(), SecondDerivatives(method.run):
-            around.signals.is_open = True
-            try:
-                loss = loss_of()
-            finally:
-                around.signals.is_open = False
+        with recording or nullcontext(), SecondDerivatives(method.run), around.signals.opened():
+            loss = loss_of()
         if any(p.grad is not None for p in around.params):
             raise RuntimeError(
                 f"engine={method.engine!r} with {method.curvature} differentiates the loss "
@@ -382,7 +244,7 @@ class Evaluator:
         with displaced_pass(params, place, self.around):
             self.again()
         gradients = gradients_ahead(params, keep=self.keep)
-        self.around.clear()  # one that enters the loss only there has no gradient in this step
+        tensors.forget(self.around.params)  # one that enters the loss only there has no gradient in this step
         return gradients
 
 
@@ -404,34 +266,64 @@ def evaluator_of(method: Method, call: Call, around: Surroundings, model: nn.Mod
     return Evaluator(around, due, one, one, method.central)
 
 
-class Held:
-    """What a GradScaler takes for an optimiser: it looks at the gradients and makes the update, or does not."""
+def penalised(
+    opt: TwoPassOptimizer,
+    evaluator: Evaluator,
+    call: Call,
+    *,
+    fuse: bool = False,
+    start: dict[Tensor, Tensor] | None = None,
+) -> Step:
+    """Both passes over a batch, or over a part of it: the step has ∇L and ρ∇T then, or kernels that make ρ∇T."""
+    caller, around = opt._caller, evaluator.around
+    with nullcontext() if opt.reuse is None else opt.reuse.first_pass(opt._whole_groups(), opt.base.state):
+        found = evaluator.first()
+    if opt._fusion.verdicts and not is_capturing():
+        opt._fusion.hear(opt)
+    if evaluator.due and caller.draws is None:
+        caller.note_draws(around.random)
+    step = begun(opt, found if isinstance(found, First) else First(found), evaluator.due, start, wide=not fuse)
+    if opt.controller is not None and opt.controller.held_out is not None:
+        look_at_held_out_data(opt, step, around)
+    if fuse:
+        step.kernels = opt._fusion.kernels(step, opt.method, opt.rule, opt.transforms)
+    if step.kernels is None:
+        if fuse:
+            step.widen()
+        passes = opt.method.passes(step, opt.rule, safely=call.scaler is not None and opt.model is None)
+    else:
+        passes = step.kernels.passes() if step.due else None
+    if step.evaluation is not None:
+        step.drop_graph()
+    losses = caller.losses.of(step, evaluator, call, opt.rule) if caller.losses.steps and step.due else None
+    step.penalty = drive(passes, partial((losses or evaluator).at, step.params))
+    if losses is not None:
+        caller.losses.conclude(losses)
+    step.renewed = step.penalty is not None
+    if not is_capturing():
+        step.random = around.random, around.drawn or around.random
+    return step
 
-    def __init__(self, optimizer: TwoPassOptimizer) -> None:
-        self._optimizer = optimizer
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
-    def step(self, update: Callable[[], None]) -> None:
-        update()
-
-
-def scale(params: Tensors, scaler: torch.amp.GradScaler) -> None:
-    """Put scaled gradients in the place of the gradients."""
-    _multiply(params, scaler.scale)
-
-
-def unscale(params: Tensors, scaler: torch.amp.GradScaler) -> None:
-    """And the other way round."""
-    _multiply(params, lambda one: 1 / scaler.scale(one))
-
-
-def _multiply(params: Tensors, factor: Callable[[Tensor], Tensor]) -> None:
-    """The factor is made on the device, and not waited for."""
-    if found := [p for p in params if p.grad is not None]:
-        gradients = tensors.clone([p.grad for p in found if p.grad is not None])
-        tensors.scale_(gradients, factor(torch.ones((), device=found[0].device)))
-        for p, gradient in zip(found, gradients, strict=True):
-            p.grad = gradient
+def begun(
+    opt: TwoPassOptimizer, found: First, due: bool, start: dict[Tensor, Tensor] | None = None, *, wide: bool = True
+) -> Step:
+    """A step, from the gradients of its first pass; `wide`, in float32 where they are in bfloat16."""
+    slices = []
+    for group in opt.param_groups:
+        if params := used(group, opt.method):
+            gradients = tensors.kept([p.grad for p in params if p.grad is not None])
+            if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
+                gradients = tensors.wide(gradients)
+            F = None if start is None else [start[p] for p in params]
+            slices.append(Slice(group, opt.hyperparameters(group), params, gradients, start=F))
+    returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
+    step = Step(slices, returned, due=due and bool(slices), evaluation=found.evaluation)
+    if opt.sets_rho and opt.controller is not None:
+        step.most = opt.controller.most
+        step.factor = None if opt._place is None else opt.controller.factor(opt._place)
+    if found.measured is not None:
+        note_curvature(step, found.measured)
+    if found.compared is not None:
+        step.compared = [found.compared.get(p, torch.zeros_like(p)) for p in step.params]
+    return step

@@ -15,7 +15,7 @@ from gtracer import checks, tensors
 from gtracer.curvature import VectorisedMicroBatch, loss_gradient
 from gtracer.optim.auto import look_at_held_out_data
 from gtracer.optim.engines import RADIUS, direction
-from gtracer.optim.evaluate import Call, Evaluator, First, Surroundings, one_pass, pass_in_parts
+from gtracer.optim.evaluate import Call, Evaluator, First, one_pass, pass_in_parts
 from gtracer.optim.parts import Parts, examples_of, rows_of
 from gtracer.optim.reuse import State, keep
 from gtracer.optim.stack import Stack, flat, mean_product
@@ -26,6 +26,7 @@ from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
+    from gtracer.optim.step import Surroundings
 
 AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
 
@@ -34,10 +35,10 @@ AHEAD = "ahead"  # in the state: ∇L / (f + δ) of the last step
 class PartialBatch:
     """A finite difference whose second pass sees a share of the batch: ρ∇T ≈ 2 H_share u, with the whole batch's u.
 
-    Hand the batch to the step, `opt.step(closure, x, y)`: it is cut there.
+    Pass the batch to the step, `opt.step(closure, x, y)`, which cuts it.
 
     Attributes:
-        share: Of the batch, its first examples.
+        share: Share of the batch, its first examples.
         radius, central: As for `FiniteDifference`.
     """
 
@@ -92,7 +93,7 @@ def cut(batch: tuple[Any, ...], share: float) -> Parts:
 
 @dataclass(frozen=True)
 class PreviousStep:
-    """One pass in all, at w + 2u with u = ρ∇L/(f + δ) of the step before: ∇L(w + 2u) ≈ ∇L + 2Hu = ∇L + ρ∇T."""
+    """One pass in all, at w + 2u with u = ρ∇L/(f + δ) of the previous step: ∇L(w + 2u) ≈ ∇L + 2Hu = ∇L + ρ∇T."""
 
     always = True
 
@@ -155,11 +156,8 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
             "model= want a gradient too: use micro_batch"
         )
     stack = Stack(opt.model, call.closure, params, call.batch, count)
-    around.signals.is_open = True
-    try:
+    with around.signals.opened():
         losses, slopes = stack.gradients()
-    finally:
-        around.signals.is_open = False
     squares = slopes.square().mean(0)
     pairs = zip(stack.pieces(slopes.mean(0)), stack.pieces(squares), strict=True)
     at = dict(zip(params, pairs, strict=True))

@@ -32,7 +32,10 @@ def completed(opt: TwoPassOptimizer, group: dict[str, Any], defaults: dict[str, 
 
 def resolved(opt: TwoPassOptimizer, group: dict[str, Any]) -> dict[str, Any]:
     """The group with a number for a ρ that sets itself."""
-    if group[opt.rho_key] != AUTO:
+    rho = group[opt.rho_key]
+    if isinstance(rho, str) and rho != AUTO and opt.controller is not None:
+        raise ValueError(f"rho must be 'auto' or a finite number in [0, inf], got {rho!r}")
+    if rho != AUTO:
         return group
     if opt.controller is None:
         raise ValueError(

@@ -21,21 +21,23 @@ from torch import Tensor, nn
 from gtracer import checks, tensors
 from gtracer.optim import others, refusals
 from gtracer.optim.auto import look_at_held_out_data
-from gtracer.optim.evaluate import (
-    Call,
-    First,
+from gtracer.optim.evaluate import Call, First, begun, evaluator_of
+from gtracer.optim.loops import Pending, callers_pass, hand_over
+from gtracer.optim.optimizer import TwoPassOptimizer
+from gtracer.optim.scaler import scale, unscale
+from gtracer.optim.stats import NonFiniteError
+from gtracer.optim.step import (
+    Course,
+    Passes,
+    Slice,
+    Step,
     Surroundings,
     all_or_nothing,
     displaced_pass,
-    evaluator_of,
+    drive,
     gradients_ahead,
-    scale,
-    unscale,
+    in_model,
 )
-from gtracer.optim.loops import Pending, callers_pass, hand_over
-from gtracer.optim.optimizer import TwoPassOptimizer
-from gtracer.optim.stats import NonFiniteError
-from gtracer.optim.step import Course, Passes, Slice, Step, drive
 from gtracer.scopes import Copies, RandomState, Signals, uninterrupted
 from gtracer.tensors import Tensors
 
@@ -49,7 +51,7 @@ def joint_step(
     batches: Sequence[Any] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Any:
-    """One step of several optimisers over one model, by the same passes; returns the plain loss at the old weights.
+    """Make one step of several optimisers over one model, with shared passes; return the plain loss at the old weights.
 
     Args:
         optimizers: Of disjoint parameters, with one engine: all TRACER's or all SAM's. ρ, δ, learning rates, updates
@@ -105,7 +107,7 @@ def joint_perturbed(
     *,
     loss: Tensor | None = None,
 ) -> Iterator[None]:
-    """The second pass of several optimisers over one model, in loops that cannot hand over a closure.
+    """Displace the weights of several optimisers over one model for the second pass, in loops without a closure.
 
         loss_of(batch).backward()
         with gtracer.joint_perturbed([body, head]):
@@ -142,7 +144,7 @@ def joint_perturbed(
                     unscale(around.params, scaler)
             if course.place is not None:
                 course.proceed(gradients_ahead(joint.params, keep=team.lead.is_central))
-            around.clear()
+            tensors.forget(around.params)
             if course.place is None:
                 team.share(joint, course.found, steps)
                 for step in steps:
@@ -172,17 +174,17 @@ class Team:
         around = Surroundings(params, devices, model, copies, start, begins, signals, loops, seeks=begins)
         around.seed = self.lead.steps
         if model is not None:
-            around.others = others.in_model(model, params)
+            around.others = in_model(model, params)
             around.in_model = len(around.others)
         return around
 
     def begin(self, found: First, around: Surroundings) -> list[Step]:
         """Everybody's own step, from the gradients of the first pass."""
-        steps = [opt._begin(found, opt.second_pass_due) for opt in self.optimizers]
+        steps = [begun(opt, found, opt.second_pass_due) for opt in self.optimizers]
         for opt, step in zip(self.optimizers, steps, strict=True):
             look_at_held_out_data(opt, step, around)
             opt._fusion.obstacle = UNFUSED
-            step.random = None if self.lead._left is None else self.lead._left.random
+            step.random = self.lead._left.random
         return steps
 
     def begun(self, around: Surroundings, scaler: torch.amp.GradScaler | None, loss: Tensor | None) -> list[Pending]:

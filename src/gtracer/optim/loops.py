@@ -12,19 +12,20 @@ from torch import Tensor
 from gtracer import tensors
 from gtracer.optim import refusals
 from gtracer.optim.auto import look_at_held_out_data
-from gtracer.optim.evaluate import (
-    First,
+from gtracer.optim.evaluate import First, begun
+from gtracer.optim.methods import TraceRatio
+from gtracer.optim.others import seen_in_calls
+from gtracer.optim.scaler import scale, unscale
+from gtracer.optim.step import (
+    Course,
+    Step,
     Surroundings,
     all_or_nothing,
     displaced_pass,
+    drive,
     gradients_ahead,
-    scale,
     surroundings_of,
-    unscale,
 )
-from gtracer.optim.methods import TraceRatio
-from gtracer.optim.others import seen_in_calls
-from gtracer.optim.step import Course, Step, drive
 from gtracer.optim.watch import Watch, is_scaler_s_step
 from gtracer.scopes import RandomState, Signals, passes_again, uninterrupted
 from gtracer.tensors import Tensors
@@ -119,7 +120,7 @@ def second_pass(
                     unscale(around.params, scaler)
             if course.place is not None:
                 course.proceed(gradients_ahead(step.params, keep=opt.is_central))
-            around.clear()
+            tensors.forget(around.params)
             if course.place is None:
                 step.penalty, step.renewed = course.found, course.found is not None
                 opt._conclude(step)
@@ -133,12 +134,8 @@ def second_pass(
 @contextmanager
 def callers_pass(signals: Signals, around: Surroundings, entered: RandomState) -> Iterator[None]:
     """Where the caller makes the pass, which has to be one, and over the same random numbers."""
-    with torch.enable_grad():
-        signals.is_open = True
-        try:
-            yield
-        finally:
-            signals.is_open = False
+    with torch.enable_grad(), signals.opened():
+        yield
     refusals.check_pass_in_scope(around, entered)
 
 
@@ -164,7 +161,7 @@ def _begun(
     """A step from the gradients that the caller's own first pass has left."""
     if scaler is not None:
         unscale(around.params, scaler)
-    step = opt._begin(First(loss), due=opt.second_pass_due)
+    step = begun(opt, First(loss), due=opt.second_pass_due)
     if (outer := passes_again.get()) is not None:
         refusals.check_apart(around.params, outer.others)
     if not step.slices:
@@ -188,7 +185,7 @@ def passes_made(opt: TwoPassOptimizer) -> Step:
     pending = opt._caller.loop.take()
     if pending is None:
         refusals.check_step_alone(opt)
-        step = opt._begin(First(None), due=False)
+        step = begun(opt, First(None), due=False)
         drive(opt.method.passes(step, opt.rule, safely=False), _no_pass)
         return step
     if isinstance(opt.method, TraceRatio) and not pending.is_scaled and is_scaler_s_step():

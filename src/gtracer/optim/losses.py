@@ -12,14 +12,14 @@ from torch import Tensor
 from gtracer import tensors
 from gtracer.optim import processes
 from gtracer.optim.engines import aimed
-from gtracer.optim.evaluate import Call, Evaluator, displaced_pass
 from gtracer.optim.methods import Method, TraceRatio
 from gtracer.optim.stats import Verdict
-from gtracer.optim.step import Place, Step
+from gtracer.optim.step import Place, Step, displaced_pass
 from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
+    from gtracer.optim.evaluate import Call, Evaluator
     from gtracer.optim.rules import Rule
 
 OTHER_LOSS = (

@@ -20,30 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from gtracer import checks, tensors
-from gtracer.optim import directions, executors, groups, loops, masters, posterior, processes, refusals
-from gtracer.optim.auto import IS_AUTO, Controller, look_at_held_out_data, place_of
+from gtracer import checks
+from gtracer.optim import directions, groups, kernels, loops, masters, posterior, processes, refusals
+from gtracer.optim.auto import IS_AUTO, Controller, place_of
 from gtracer.optim.caller import Caller
-from gtracer.optim.evaluate import (
-    Call,
-    Evaluator,
-    First,
-    Held,
-    Skipped,
-    Surroundings,
-    all_or_nothing,
-    evaluator_of,
-    scale,
-    surroundings_of,
-    used,
-)
-from gtracer.optim.methods import Method, TraceRatio, note_curvature
+from gtracer.optim.evaluate import Call, Skipped, evaluator_of, penalised
+from gtracer.optim.fusion import AT_REST, IMPLEMENTATIONS, Fusion, why_not_fused
+from gtracer.optim.methods import Method, TraceRatio
+from gtracer.optim.pool import in_parts
 from gtracer.optim.reuse import Reuse
 from gtracer.optim.rules import Rule
+from gtracer.optim.scaler import Held, scale
 from gtracer.optim.stats import NonFiniteError, Stats
-from gtracer.optim.step import COUNT, Left, Slice, Step, combine, drive
+from gtracer.optim.step import COUNT, Left, Slice, Step, Surroundings, all_or_nothing, combine, surroundings_of
 from gtracer.optim.transforms import Clip, Transform
-from gtracer.optim.watch import Probe
 from gtracer.penalty import NONFINITE
 from gtracer.scopes import Copies, Signals, is_capturing, uninterrupted
 from gtracer.tensors import Tensors
@@ -52,7 +42,7 @@ FUSED_ON = {"cuda"}  # devices on which "auto" looks whether the two kernels can
 
 
 class TwoPassOptimizer(torch.optim.Optimizer):
-    """A torch optimiser that is fed gradients corrected by gradients at displaced weights.
+    """A torch optimiser whose gradients are corrected by gradients at displaced weights.
 
     It shares `param_groups` and `state` with the optimiser it wraps, so learning-rate schedulers, `state_dict` and
     checkpoints see one optimiser.
@@ -61,12 +51,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         defaults: What this scheme adds to every parameter group.
         method: What is added to the gradient.
         rule: Makes the update; its base is the optimiser that is wrapped.
-        transforms: What is done to the total before the update.
-        interval: Make the displaced pass only every so many steps.
-        reuse: What is used in the steps between.
+        transforms: Changes to the total before the update.
+        interval: Number of steps from one displaced pass to the next.
+        reuse: The penalty in the steps between.
         controller: Sets ρ of the groups whose ρ is "auto".
-        model: Where batch-norm statistics and other buffers live. With it, a displaced pass leaves them alone.
-        nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`; `"skip"` the step; `"ignore"`.
+        model: If given, a displaced pass leaves its batch-norm statistics and other buffers unchanged.
+        nonfinite: What to do if the loss or a gradient is NaN or infinite: `"raise"`, `"skip"` or `"ignore"`.
         implementation: `"auto"`, `"foreach"`, `"compiled"` or `"fused"`.
     """
 
@@ -87,7 +77,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         checks.count("interval", interval)
         checks.kind("model", model, (nn.Module, type(None)))
         checks.choice("nonfinite", nonfinite, NONFINITE)
-        checks.choice("implementation", implementation, executors.IMPLEMENTATIONS)
+        checks.choice("implementation", implementation, IMPLEMENTATIONS)
         base = rule.base
         self.base, self.method, self.rule, self.transforms = base, method, rule, transforms
         self.interval, self.reuse, self.model, self.nonfinite = interval, reuse, model, nonfinite
@@ -102,8 +92,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         super().__init__(base.param_groups, everything)
         self.param_groups, self.state = base.param_groups, base.state
         if implementation == "fused":
-            why = executors.why_not_fused(method, rule, transforms, reuse)
-            if why not in (None, executors.AT_REST):
+            why = why_not_fused(method, rule, transforms, reuse)
+            if why not in (None, AT_REST):
                 raise ValueError(f"implementation = 'fused' cannot be: {why}. Use 'auto', which takes the next best")
         self._forget()
 
@@ -115,8 +105,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         self.stats: Stats | None = None
         self.phases = 1  # graphs that whoever captures makes of a step, one for each place in an interval
         self._caller = Caller(self.method, self._params())
-        self._left: Left | None = None  # by the last step
-        self._fusion = executors.Fusion()
+        self._left = Left()  # by the last step
+        self._fusion = Fusion()
         self._copies = Copies()
         self._held = Held(self)  # one for good: by it a scaler knows what it has unscaled
         self._place = place_of(self)  # of a ρ that lives on the device
@@ -124,12 +114,12 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     # What everybody may ask.
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What this scheme keeps in a group (`rho` and so on), by its plain name."""
+        """gtracer's hyper-parameters of a group (`rho` and so on), by their plain names."""
         return {name: group[key] for name, key in self._keys.items()}
 
     @property
     def second_pass_due(self) -> bool:
-        """Whether this step wants a displaced pass (ρ > 0 somewhere, and `interval` has come round)."""
+        """Whether this step makes a displaced pass: some ρ is above 0, and `interval` says so."""
         if self.reuse is not None and self.reuse.always:
             return False
         penalised = any(group[self.rho_key] > 0 for group in self.param_groups)
@@ -137,7 +127,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def steps(self) -> int:
-        """How many steps have been made; the replays of a CUDA graph are not counted, but can be told."""
+        """Number of steps made. Replays of a CUDA graph are not counted; set it after them."""
         count: int = self.param_groups[0][COUNT]
         return count
 
@@ -150,7 +140,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps until an example comes back, where that was said; may be set by whoever comes to know it."""
+        """Number of steps in an epoch, or None if not given. It can be set later."""
         return None if self.controller is None else self.controller.steps_per_epoch
 
     @steps_per_epoch.setter
@@ -162,7 +152,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def held_out(self) -> Callable[[], Tensor] | None:
-        """Gives the loss of a held-out batch, for a ρ that sets itself; may be set before the first step."""
+        """For `rho="auto"`: returns the loss of a held-out batch. It can be set before the first step."""
         return None if self.controller is None else self.controller.held_out
 
     @held_out.setter
@@ -173,32 +163,32 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def held_out_every(self) -> int:
-        """Steps from one look at held-out data to the next."""
-        return 0 if self.controller is None else self.controller.every
+        """Number of steps from one held-out loss to the next."""
+        return 0 if self.controller is None else self.controller.looks_every
 
     @property
     def looks_at_held_out(self) -> bool:
-        """Whether the next step does."""
+        """Whether the next step computes the held-out loss."""
         return self.controller is not None and self.sets_rho and self.controller.wants_held_out(self.steps)
 
     @property
     def is_mid_step(self) -> bool:
-        """Whether a step is under way: inside of its passes, or between `perturbed()` and `step()`."""
+        """Whether a step has begun and not ended: in its passes, or between `perturbed()` and `step()`."""
         loop = self._caller.loop
         return loop.busy or loop.pending is not None
 
     @property
     def notes(self) -> tuple[object, ...]:
-        """What is known outside of the state, in objects that change."""
+        """Mutable objects outside of the state that a step changes."""
         return self._fusion, self._caller, self._caller.clipping, self._caller.losses, self._caller.others
 
     def prepare_capture(self) -> None:
         """Allow steps to be captured as CUDA graphs, one graph for each of `phases` steps.
 
-        These are the `interval` between two penalties, and with `held_out=` a multiple, in which it is looked at.
+        `phases` is the `interval`, or with `held_out=` a multiple of it that contains one held-out loss.
 
-        From then on no step looks whether its numbers are finite: whoever replays has to. A ρ that sets itself lives on
-        the device, where `rho_of` reads it; the groups hold the number that is multiplied there.
+        From then on no step checks that its numbers are finite; the code that replays the graphs has to. With
+        `rho="auto"`, ρ is on the device and `rho_of` reads it; the groups hold a factor of it.
         """
         looks = self.held_out is not None and self.sets_rho
         self.nonfinite, self.phases = "ignore", math.lcm(self.interval, self.held_out_every if looks else 1)
@@ -210,7 +200,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             groups.rest_on_device(self)
 
     def rho_of(self, group: dict[str, Any]) -> float:
-        """ρ of a group, as now in force; it waits for the device where ρ lives there."""
+        """The current ρ of a group. It waits for the device if ρ is on it."""
         if self._place is None or self.controller is None or not group.get(IS_AUTO):
             rho: float = group[self.rho_key]
             return rho
@@ -224,21 +214,21 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     @property
     def clip(self) -> Transform | None:
-        """The bounds for the gradient of the update, if there are any."""
+        """The limits for the gradient of the update, if any."""
         return next((x for x in self.transforms if isinstance(x, Clip)), None)
 
     @property
     def implementation_used(self) -> str:
-        """What makes the steps, and why not something faster."""
+        """The implementation that makes the steps, and why it is not a faster one."""
         if self.implementation in ("compiled", "foreach"):
             return self.implementation
-        why = self._fusion.obstacle or executors.why_not_fused(
+        why = self._fusion.obstacle or why_not_fused(
             self.method, self.rule, self.transforms, self.reuse, params=self._params()
         )
         return "fused" if why is None else f"foreach, not fused: {why}"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, at the start or in mid-training; what it leaves out takes the defaults."""
+        """Add a group, at any time. Missing values take the defaults."""
         checks.kind("param_group", param_group, dict)
         new = all(param_group is not group for group in self.base.param_groups)
         if new:
@@ -251,7 +241,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. It also marks where the random numbers of a step begin: see `perturbed`."""
+        """Clear the gradients, and mark where the random numbers of a step begin: see `perturbed`."""
         if (itself := self._itself()) is not self and itself is not None:
             itself.zero_grad(set_to_none)
             return
@@ -270,17 +260,17 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         """Make one step; return the plain loss at the old weights.
 
         Args:
-            closure: Computes the loss of one batch and returns it, with or without having called `zero_grad()`
-                and `backward()` itself. Without a closure the gradients must be there and, where
-                `second_pass_due`, the pass under `perturbed()` must have been made.
-            *batch: What to call the closure with, if anything.
-            batches: Micro-batches instead: the closure is called with each of them, and the step is that of all of
-                them together. Each counts by its number of examples.
+            closure: Computes the loss of one batch and returns it. It may call `zero_grad()` and `backward()` itself.
+                Without a closure, the gradients must exist, and if `second_pass_due`, the pass under `perturbed()` must
+                have been made.
+            *batch: Arguments for the closure.
+            batches: Micro-batches: the closure is called with each of them, and the step is that of all of them
+                together. Each counts by its number of examples.
             penalty: `"whole"`: of the whole batch, of all micro-batches and all processes. `"each"`: the mean of the
-                penalties of its parts, which on several processes takes one exchange of gradients, not two; then
+                penalties of the parts. On several processes this takes one exchange of gradients instead of two, and
                 `model=` must be the `DistributedDataParallel` module.
             scaler: For float16: scales the loss of every pass. An overflow in any of them skips the step. Call
-                `scaler.update()` afterwards, as ever.
+                `scaler.update()` afterwards, as usual.
         """
         call = Call.of(closure, batch, batches, penalty, scaler)
         self._check_step(call)
@@ -303,7 +293,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def perturbed(
         self, scaler: torch.amp.GradScaler | None = None, *, loss: Tensor | None = None
     ) -> AbstractContextManager[None]:
-        """Weights displaced for the second pass, in loops that cannot hand over a closure.
+        """Displace the weights for the second pass, in loops without a closure.
 
             opt.zero_grad()
             loss_of(batch).backward()
@@ -311,14 +301,14 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 loss_of(batch).backward()
             opt.step()
 
-        Random numbers are replayed from the last `zero_grad()`, so call that right before the first pass. With
-        `FiniteDifference(central=True)` two such scopes are needed. In a step that is not `second_pass_due` the scope
-        displaces nothing and drops what is computed in it.
+        Random numbers are replayed from the last `zero_grad()`, so call it right before the first pass. With
+        `FiniteDifference(central=True)` a step needs two such scopes. If a step is not `second_pass_due`, the scope
+        displaces nothing and drops the gradients computed in it.
 
         Args:
-            loss: Of the first pass, not scaled, for `stats`. With `held_out=` ρ moves only where it is known.
-            scaler: Where both passes scale their loss by it. The gradient that is left is scaled too, for
-                `scaler.unscale_(opt)` and `scaler.step(opt)` to find it as ever.
+            loss: The unscaled loss of the first pass, for `stats`. With `held_out=`, ρ moves only if it is given.
+            scaler: The scaler that scales the loss of both passes. The resulting gradient is scaled too, so call
+                `scaler.unscale_(opt)` and `scaler.step(opt)` as usual.
         """
         if (itself := self._itself()) is not self and itself is not None:
             return itself.perturbed(scaler, loss=loss)
@@ -330,28 +320,21 @@ class TwoPassOptimizer(torch.optim.Optimizer):
 
     def _made(self, call: Call, signals: Signals) -> Step:
         """All of it but the update."""
-        caller, due = self._caller, self.second_pass_due
+        caller, due, called = self._caller, self.second_pass_due, call.closure is not None
         several = call.parts is not None or call.each or self.method.parts is not None
-        around = surroundings_of(self, signals, begins=call.closure is not None, several=several)
-        fuse = any(device.type in FUSED_ON for device in around.devices) or self.implementation == "fused"
-        fuse = fuse and self._fusion.takes(self, call, [p for p in around.params if p.requires_grad])
-        seeks = around.seeks
-        if call.closure is not None:
-            if due and caller.clipping.asked:
-                refusals.check_scaler()
-                caller.loop.take_watch()
-                around.watch = caller.clipping.watch(around.params, self.model)
-            if self._left is None or not self._left.is_untouched:
-                around.probe = Probe.of(around.params)
-        anew = call.closure is not None and (fuse or bool(getattr(self.method, "lean", False)))
-        with all_or_nothing(around, anew=anew, checked=self.nonfinite != "ignore"):
-            if call.closure is None:
+        around = surroundings_of(self, signals, begins=called, several=several)
+        fuse = self.implementation == "fused" or any(device.type in FUSED_ON for device in around.devices)
+        fuse = fuse and self._fusion.takes(self, call, around.params)
+        if called and ((due and caller.clipping.asked) or not self._left.is_untouched):
+            caller.look(around, self._left, due=due)
+        keeps_no_copy = called and (fuse or bool(getattr(self.method, "lean", False)))
+        with all_or_nothing(around, anew=keeps_no_copy, checked=self.nonfinite != "ignore"):
+            if not called:
                 step = loops.passes_made(self)
-            elif self.method.parts is None and not call.each:
-                evaluator = evaluator_of(self.method, call, around, self.model, due)
-                step = self._penalised(evaluator, call, fuse=fuse)
+            elif call.each or self.method.parts is not None:
+                step = in_parts(self, call, around)
             else:
-                step = executors.in_parts(self, call, around)
+                step = penalised(self, evaluator_of(self.method, call, around, self.model, due), call, fuse=fuse)
             if step.kernels is None and step.stats is None:
                 self._conclude(step)
             if around.watch is not None:
@@ -363,70 +346,10 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                     "rho, or pass nonfinite='skip' to go on without such steps",
                     step.returned,
                 )
-        if seeks and (several or self.model is not None):
+        if around.seeks and (several or self.model is not None):
             caller.others.note(around)
-        if step.random is None and self._left is None and not is_capturing():  # whoever drew in it
+        if step.random is None and self._left.random is None and not is_capturing():  # whoever drew in it
             step.random = around.random, around.random
-        return step
-
-    def _penalised(
-        self,
-        evaluator: Evaluator,
-        call: Call,
-        *,
-        fuse: bool = False,
-        start: dict[Tensor, Tensor] | None = None,
-    ) -> Step:
-        """Both passes over a batch, or over a part of it."""
-        with nullcontext() if self.reuse is None else self.reuse.first_pass(self._whole_groups(), self.base.state):
-            found = evaluator.first()
-        if self._fusion.verdicts and not is_capturing():
-            self._fusion.hear(self)
-        caller, around = self._caller, evaluator.around
-        if caller.draws is None and evaluator.due:
-            caller.note_draws(around.random)
-        step = self._begin(found if isinstance(found, First) else First(found), evaluator.due, start, wide=not fuse)
-        if self.controller is not None and self.controller.held_out is not None:
-            look_at_held_out_data(self, step, around)
-        if fuse and isinstance(self.method, TraceRatio) and step.slices:
-            step.kernels = self._fusion.kernels(step, self.method, self.rule, self.transforms)
-        if step.kernels is not None:
-            passes = step.kernels.passes() if step.due else None
-        else:
-            if fuse:
-                step.widen()
-            passes = self.method.passes(step, self.rule, safely=call.scaler is not None and self.model is None)
-        if step.evaluation is not None:
-            step.drop_graph()
-        compared = caller.losses.steps and step.due
-        losses = caller.losses.of(step, evaluator, call, self.rule) if compared else None
-        step.penalty = drive(passes, partial(evaluator.at if losses is None else losses.at, step.params))
-        if losses is not None:
-            caller.losses.conclude(losses)
-        step.renewed = step.penalty is not None
-        if not is_capturing():
-            step.random = around.random, around.drawn or around.random
-        return step
-
-    def _begin(self, found: First, due: bool, start: dict[Tensor, Tensor] | None = None, *, wide: bool = True) -> Step:
-        """Collect the gradients of the first pass; `wide`, in float32 where they are in bfloat16."""
-        slices = []
-        for group in self.param_groups:
-            if params := used(group, self.method):
-                gradients = tensors.kept([p.grad for p in params if p.grad is not None])
-                if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
-                    gradients = tensors.wide(gradients)
-                F = None if start is None else [start[p] for p in params]
-                slices.append(Slice(group, self.hyperparameters(group), params, gradients, start=F))
-        returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
-        step = Step(slices, returned, due=due and bool(slices), evaluation=found.evaluation)
-        if self.sets_rho and self.controller is not None:
-            step.most = self.controller.most
-            step.factor = None if self._place is None else self.controller.factor(self._place)
-        if found.measured is not None:
-            note_curvature(step, found.measured)
-        if found.compared is not None:
-            step.compared = [found.compared.get(p, torch.zeros_like(p)) for p in step.params]
         return step
 
     def _conclude(self, step: Step) -> None:
@@ -444,7 +367,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     def _apply(self, step: Step) -> None:
         """Move the weights, and write the state, last."""
         if step.kernels is not None:
-            verdict = executors.finish(step, step.kernels, self.base.state)
+            verdict = kernels.finish(step, step.kernels, self.base.state)
             self.stats = step.stats
             if verdict is not None:
                 self._fusion.verdicts.append(verdict)
@@ -460,18 +383,13 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 note(step)
         if self.stats is not None:
             self.stats.set_rho = self.param_groups[0][self.rho_key] * (1 if step.factor is None else step.factor)
+            if self.rule.keeps_average:
+                self.stats.count_damped = partial(posterior.damped_share, self)
         if self.controller is not None and self.sets_rho:
             self.controller.note(self, step, self._place)
         for group in self.param_groups:
             group[COUNT] += 1
-        if self.stats is not None and self.rule.keeps_average:
-            self.stats.count_damped = partial(posterior.damped_share, self)
-        left, smallest = self._left, None if self._left is None else self._left.smallest
-        if smallest is None:
-            smallest = min(step.params, key=Tensor.numel, default=None)
-        gradient = None if smallest is None else smallest.grad
-        random = step.random or (None if left is None else left.random)
-        self._left = Left(random, smallest, gradient, 0 if gradient is None else gradient._version)
+        self._left = self._left.by(step)
 
     # What it consists of.
 
@@ -482,7 +400,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         # All processes must decide the same, and each has a loss of its own.
         several = distributed.is_available() and distributed.is_initialized() and processes.count(self.model) > 1
         if step.kernels is not None:
-            return executors.look(self, step, step.kernels, around, loss=not several)
+            return kernels.look(self, step, step.kernels, around, loss=not several)
         if call.scaler is not None or step.stats is None:  # a scaler looks for itself
             return ""
         return step.stats.nonfinite(loss=not several)
@@ -524,16 +442,16 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     # The posterior whose precision f is.
 
     def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f of parameters that have been trained before."""
+        """f of parameters that have made a step."""
         return self.rule.average_of(group, self.hyperparameters(group), params)
 
     def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> AbstractContextManager[None]:
-        """Weights drawn from the approximate posterior N(w, s (f + δ)⁻¹) for the time of a `with`.
+        """Replace the weights by a draw from the approximate posterior N(w, s (f + δ)⁻¹), inside a `with`.
 
         Args:
             examples: Size of the training set, for Bayes's posterior: s = 1/examples. Without it s is ρ, the
                 temperature that the penalty was trained with.
-            temperature: A factor on s. Below 1 the posterior is a cold one.
+            temperature: A factor for s. Below 1 the posterior is cold.
         """
         return posterior.sampled_weights(self, examples, temperature)
 
@@ -547,21 +465,21 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         temperature: float = 1.0,
         activation: Callable[[Tensor], Tensor] = posterior.probabilities,
     ) -> Tensor:
-        """The model's prediction for x, averaged over weights drawn from the posterior; in evaluation mode.
+        """Predict x with the model in evaluation mode, averaged over weights drawn from the posterior.
 
         Args:
-            model: Whose weights are optimised here.
-            x: What it is called with (a mapping: its keyword arguments).
+            model: The model whose weights this optimiser trains.
+            x: The model's input; a mapping holds its keyword arguments.
             samples: Number of draws.
             examples, temperature: As for `sampled_weights`.
-            activation: From the model's output to what is averaged: by default logits to probabilities.
+            activation: Maps the model's output to what is averaged; by default logits to probabilities.
         """
         return posterior.predict(self, model, x, samples, examples, temperature, activation)
 
     # Checkpoints and copies.
 
     def state_dict(self) -> dict[str, Any]:
-        """All that there is, in torch's layout."""
+        """The whole state, in torch's layout."""
         self._fusion.hear(self)
         groups.leave_device(self)
         state_dict: dict[str, Any] = super().state_dict()
@@ -570,7 +488,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up a checkpoint, of this optimiser or of the plain one that it wraps."""
+        """Load a checkpoint of this optimiser, or of the plain one that it wraps."""
         self.rule.check_checkpoint(state_dict)
         plain = not any(COUNT in group for group in state_dict["param_groups"])
         super().load_state_dict(state_dict)

@@ -7,18 +7,16 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from gtracer import scopes, tensors
+from gtracer import scopes
 from gtracer.optim import processes, refusals
+from gtracer.optim.step import Surroundings, put_aside
 from gtracer.tensors import Tensors
-
-if TYPE_CHECKING:
-    from gtracer.optim.evaluate import Surroundings
 
 
 class Others:
@@ -44,36 +42,6 @@ class Others:
             self.seen = [weakref.ref(p) for p in around.others]  # known beforehand, they keep what they had
         else:
             self.sought = len(around.others) > around.in_model  # a model may hold all that the loss reaches
-
-
-def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
-    """Those of a model's parameters that are not the optimiser's own, in an order that all processes agree on."""
-    known = set(map(id, own))
-    found: list[Tensor] = []
-    ahead: list[nn.Module | None] = [model]
-    while ahead:  # model.parameters() takes ten times as long
-        module = ahead.pop()
-        if module is not None:
-            for p in module._parameters.values():
-                if p is not None and id(p) not in known:
-                    known.add(id(p))
-                    found.append(p)
-            ahead.extend(module._modules.values())
-    return found
-
-
-def put_aside(around: Surroundings, others: Tensors) -> None:
-    """Let a further pass leave its gradients for nobody: those of the first are put back afterwards."""
-    for p in others:
-        around.aside.append((p, None if p.grad is None else tensors.kept([p.grad])[0]))
-        p.grad = None
-
-
-def put_back(around: Surroundings) -> None:
-    """The gradients that were put aside."""
-    for p, gradient in around.aside:
-        p.grad = gradient
-    around.aside.clear()
 
 
 @torch.no_grad()

@@ -1,17 +1,11 @@
-"""A batch taken in micro-batches: split it, and put the parts' passes together again."""
+"""A batch taken in micro-batches: how it is split, and what share of the examples each has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from gtracer.optim import processes
-from gtracer.optim.step import Slice, Step
-from gtracer.tensors import Tensors
 
 Parts = list[tuple[float, tuple[Any, ...]]]  # shares of a batch and their examples
 
@@ -78,66 +72,3 @@ def rows_of(tree: Any, rows: slice) -> Any:
     if isinstance(tree, list | tuple):
         return type(tree)([rows_of(item, rows) for item in tree])
     return tree
-
-
-@dataclass
-class Means:
-    """A parameter's means over the parts."""
-
-    gradient: Tensor
-    penalty: Tensor
-    curvature: Tensor
-
-
-class Pool:
-    """The passes of the micro-batches, taken together: means weighted by their shares."""
-
-    def __init__(self) -> None:
-        self._means: dict[Tensor, Means] = {}
-        self._loss: Tensor | None = None
-        self._ratio: Tensor | None = None
-        self._penalised = False
-
-    def add(self, step: Step, share: float) -> None:
-        """Take up one micro-batch's passes."""
-        if step.loss is not None:
-            self._loss = share * step.loss.detach() + (0 if self._loss is None else self._loss)
-        if step.trace_ratio is not None:
-            self._ratio = share * step.trace_ratio + (0 if self._ratio is None else self._ratio)
-        self._penalised |= step.penalty is not None
-        measured = [F for part in step.slices for F in part.measured]
-        penalty: list[Tensor | None] = [None] * len(step.params) if step.penalty is None else [*step.penalty]
-        for p, g, change, F in zip(step.params, step.gradients, penalty, measured, strict=True):
-            mean = self._means.setdefault(p, Means(*(torch.zeros_like(g) for _ in range(3))))
-            mean.gradient.add_(g, alpha=share)
-            mean.curvature.add_(F, alpha=share)
-            if change is not None:
-                mean.penalty.add_(change, alpha=share)
-
-    def join_processes(self, params: Tensors, group: Any) -> None:
-        """Take the means over all processes, each of which has pooled parts of its own."""
-        rows = {p: [mean.gradient, mean.penalty, mean.curvature] for p, mean in self._means.items()}
-        joined, ratio = processes.mean(rows, params, group, self._ratio)
-        self._means = {p: Means(*row) for p, row in joined.items()}
-        self._ratio = None if self._ratio is None else ratio
-
-    @property
-    def curvature(self) -> dict[Tensor, Tensor]:
-        """The mean F of every parameter."""
-        return {p: mean.curvature for p, mean in self._means.items()}
-
-    def step(self, slices: list[Slice], *, own_curvature: bool) -> Step:
-        """One step for the batch, its penalty there already.
-
-        Args:
-            slices: Groups with their parameters; the gradients are filled in.
-            own_curvature: Whether f is to follow the parts' mean curvature, not the batch's squared gradient.
-        """
-        for part in slices:
-            part.params = [p for p in part.params if p in self._means]
-            part.gradients = [self._means[p].gradient for p in part.params]
-            part.curvature = [self._means[p].curvature for p in part.params] if own_curvature else None
-        step = Step([part for part in slices if part.params], self._loss, trace_ratio=self._ratio)
-        if self._penalised:
-            step.penalty, step.renewed = [self._means[p].penalty for p in step.params], True
-        return step

@@ -17,9 +17,10 @@ from gtracer.optim.watch import is_scaler_s_step
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
-    from gtracer.optim.evaluate import Call, Surroundings
+    from gtracer.optim.evaluate import Call
     from gtracer.optim.methods import Method
     from gtracer.optim.optimizer import TwoPassOptimizer
+    from gtracer.optim.step import Surroundings
     from gtracer.scopes import RandomState
 
 
@@ -184,9 +185,9 @@ def check_graph(method: TraceRatio, model: nn.Module | None, call: Call) -> None
 def check_capture(opt: TwoPassOptimizer) -> None:
     """Refuse to be captured as a CUDA graph where the replay would not be the same step."""
     left = opt._left
-    redrawn = left is not None and left.has_drawn and (opt.is_central or scopes.twin_of_capture.get() is None)
+    redrawn = left.has_drawn and (opt.is_central or scopes.twin_of_capture.get() is None)
     reasons = {
-        "make a step first, so that all state exists": left is None or left.random is None,
+        "make a step first, so that all state exists": left.random is None,
         "its passes draw random numbers (dropout), which a graph draws anew": redrawn,
         f"interval = {opt.interval} counts steps outside of the graph, set it to 1": opt.phases % opt.interval > 0,
         f"nonfinite = {opt.nonfinite!r} looks at the numbers, set it to 'ignore'": opt.nonfinite != "ignore",

@@ -138,18 +138,6 @@ def adam_update_(
     torch._foreach_addcdiv_(params, exp_avg, denominator, sizes)
 
 
-def adam_average(v: Tensors, counts: Sequence[float] | Tensors, beta2: float, f0: str | float) -> Tensors:
-    """f from Adam's second moment, which starts at zero, after so many steps.
-
-    With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a number f₀ is what an
-    average started there would still hold.
-    """
-    start: list[Any] = [beta2**t for t in counts]
-    if isinstance(f0, str):
-        return torch._foreach_div(v, [1 - weight for weight in start])
-    return torch._foreach_add(v, [f0 * weight for weight in start])
-
-
 def adam_state(p: Tensor, *, capturable: bool, low: bool = False) -> dict[str, Tensor]:
     """Adam's state before the first step; a `capturable` one counts on the device, a `low` one is in bfloat16."""
     count = torch.zeros((), device=p.device if capturable else "cpu")
@@ -208,9 +196,14 @@ class AdamRule:
         return "exp_avg_sq" in self.base.state.get(p, {})
 
     def average_of(self, group: dict[str, Any], hyper: dict[str, Any], params: Tensors) -> Tensors:
-        known = [self.base.state[p] for p in params]
-        counts = _counted(group, [own["step"] for own in known])
-        return adam_average(tensors.wide([own["exp_avg_sq"] for own in known]), counts, group["betas"][1], hyper["f0"])
+        # It starts at zero. With the first gradient as f₀ that start is divided out, as in Adam's own denominator; a
+        # number f₀ is what an average started there would still hold.
+        known, f0 = [self.base.state[p] for p in params], hyper["f0"]
+        v = tensors.wide([own["exp_avg_sq"] for own in known])
+        start = [group["betas"][1] ** t for t in _counted(group, [own["step"] for own in known])]
+        if isinstance(f0, str):
+            return torch._foreach_div(v, [1 - weight for weight in start])
+        return torch._foreach_add(v, [f0 * weight for weight in start])
 
     def average(self, part: Slice) -> Tensors:
         if all("exp_avg_sq" in self.base.state.get(p, ()) for p in part.params):
@@ -221,9 +214,9 @@ class AdamRule:
     def update(self, step: Step) -> None:
         if not any(group["rho"] for group in self.base.param_groups) and self._is_torchs(step):
             self.base.step()
-            return
-        for part in step.slices:
-            self._update(part)
+        else:
+            for part in step.slices:
+                self._update(part)
 
     def _is_torchs(self, step: Step) -> bool:
         """Whether this step, with ρ = 0, is that of torch's Adam, which then makes it itself."""

@@ -22,15 +22,15 @@ class SAM(TwoPassOptimizer):
     >>> loss = opt.step(lambda: model(torch.ones(4, 2)).square().mean())
 
     Args:
-        base_optimizer: Makes the update. Its groups, state and schedulers stay in force.
+        base_optimizer: Makes the update. Its groups, state and schedulers stay valid.
         rho: ρ, radius of the neighbourhood. May be set per group.
         adaptive: ASAM (Kwon et al. 2021): the neighbourhood is measured in units of |w| + η.
         eta: ASAM's η.
-        interval: Make the second pass only every so many steps.
-        model: With it, the displaced pass leaves batch-norm statistics and other buffers alone.
-        nonfinite: What to do about a NaN or infinite loss or gradient: `"raise"`, `"skip"` the step, or `"ignore"`,
-            which does not look. The first two wait for one number of the device.
-        clip: Bounds for the gradient that makes the update, such as `Clip(norm=1.0)`.
+        interval: Number of steps from one second pass to the next.
+        model: If given, the displaced pass leaves its batch-norm statistics and other buffers unchanged.
+        nonfinite: What to do if the loss or a gradient is NaN or infinite: `"raise"`, `"skip"` the step, or `"ignore"`,
+            which does not check. The first two wait for one number from the device.
+        clip: Limits for the gradient that makes the update, such as `Clip(norm=1.0)`.
     """
 
     @checked_keywords

@@ -18,7 +18,7 @@ class HasGroups(Protocol):
 
 
 def linear_warmup(steps: int) -> Callable[[int], float]:
-    """A factor that rises from 1/steps to 1 over so many steps and stays there.
+    """A factor that rises from 1/steps to 1 over `steps` steps and stays at 1.
 
     >>> [linear_warmup(4)(step) for step in range(6)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
@@ -30,11 +30,11 @@ def linear_warmup(steps: int) -> Callable[[int], float]:
 class RhoScheduler(LRScheduler):
     """Sets each group's `rho` to its initial value times `factor(step)`, as torch's LambdaLR does for `lr`.
 
-    It passes for a scheduler of torch's, which hosts ask for (Lightning); learning rates are not its affair.
+    It counts as a scheduler of torch's, which Lightning requires. It does not change learning rates.
 
     Args:
-        optimizer: Whatever has `param_groups` with `rho`: an optimiser of this package, or a `TracerPenalty`.
-        factor: From the number of `step()` calls so far to the factor. For warm-up, `linear_warmup(steps)`.
+        optimizer: An optimiser of gtracer, or a `TracerPenalty`: anything with `rho` in its `param_groups`.
+        factor: Maps the number of `step()` calls so far to the factor. For warm-up, `linear_warmup(steps)`.
     """
 
     def __init__(self, optimizer: HasGroups, factor: Callable[[int], float]) -> None:
@@ -53,21 +53,21 @@ class RhoScheduler(LRScheduler):
         self._set()
 
     def step(self, epoch: int | None = None) -> None:
-        """Go one step on: call it after the optimiser's step, beside the learning-rate scheduler's."""
+        """Advance by one step. Call it after the optimiser's step, as the learning-rate scheduler's."""
         self.last_step += 1
         self._set()
 
     def get_last_rho(self) -> list[float]:
-        """ρ of each group, as now in force."""
+        """The current ρ of each group."""
         return [group[self._key] for group in self.optimizer.param_groups]
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The learning rates, which others set; for hosts that log them."""
+        """The learning rates, for hosts that log them."""
         return [group["lr"] for group in self.optimizer.param_groups if "lr" in group]
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
-        """What torch's schedulers call the number of steps."""
+        """The number of steps, by the name that torch's schedulers use."""
         return self.last_step
 
     def state_dict(self) -> dict[str, int]:

@@ -16,7 +16,7 @@ class NonFiniteError(FloatingPointError):
 
     Args:
         message: What was not finite.
-        loss: The step's, as the closure gave it.
+        loss: The loss of the step, as the closure returned it.
     """
 
     def __init__(self, message: str, loss: Any = None) -> None:
@@ -25,18 +25,17 @@ class NonFiniteError(FloatingPointError):
 
 
 class Stats:
-    """Numbers of the last step. Reading them waits for the device, keeping them does not.
+    """Numbers of the last step. Reading them waits for the device; keeping them does not.
 
     Attributes:
-        loss: L at the old weights (NaN where the step saw no closure).
+        loss: L at the old weights (NaN in a step without a closure).
         trace_ratio: T (NaN for SAM).
         gradient_norm: ‖∇L‖.
-        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, of the change it makes to the gradient. 0 in a step without penalty. It
+        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, with its change to the gradient for ρ∇T. 0 in a step without penalty. It
             does not tell whether ρ is right: see `gtracer.find_rho`.
         cosine: cos(∇L, ∇T) (NaN in a step without penalty).
         rho: ρ of the first group, in this step.
-        damped_share: Share of the coordinates where δ > f, from the f that the optimiser holds when it is first
-            read (NaN for SAM).
+        damped_share: Share of the coordinates where δ > f, with the optimiser's f when it is first read (NaN for SAM).
     """
 
     def __init__(

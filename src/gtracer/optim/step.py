@@ -1,24 +1,28 @@
-"""What one step knows, as plain data; it is made anew for every step and flows through a few functions."""
+"""What one step knows, as plain data, made anew for every step; and what its passes find, and leave as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gtracer import tensors
 from gtracer.curvature import Evaluation
 from gtracer.optim.directions import Rows
 from gtracer.optim.stats import Stats
-from gtracer.scopes import RandomState
+from gtracer.scopes import Buffers, Copies, RandomState, Signals, displaced, is_capturing, passes_again, replayed_random
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
-    from gtracer.optim.executors import TwoKernels
+    from gtracer.optim.kernels import TwoKernels
+    from gtracer.optim.loops import Loop
+    from gtracer.optim.optimizer import TwoPassOptimizer
+    from gtracer.optim.others import PooledGradients
+    from gtracer.optim.watch import Probe, Watch
 
 COUNT = "gtracer_step"  # how many steps a group has made; in the groups, so that state_dict has it
 
@@ -134,10 +138,18 @@ class Step:
 class Left:
     """What a step leaves for the next one to look at."""
 
-    random: tuple[RandomState, RandomState] | None  # where those of its first pass began, and ended
-    smallest: Tensor | None  # of the parameters, so that the gradient may be held
-    gradient: Tensor | None  # of that one
+    random: tuple[RandomState, RandomState] | None = None  # where those of its first pass began, and ended
+    smallest: Tensor | None = None  # of the parameters, so that the gradient may be held
+    gradient: Tensor | None = None  # of that one
     version: int = 0
+
+    def by(self, step: Step) -> Left:
+        """What the next step leaves, which may know less."""
+        smallest = self.smallest
+        if smallest is None:
+            smallest = min(step.params, key=Tensor.numel, default=None)
+        gradient = None if smallest is None else smallest.grad
+        return Left(step.random or self.random, smallest, gradient, 0 if gradient is None else gradient._version)
 
     @property
     def is_untouched(self) -> bool:
@@ -205,3 +217,151 @@ def combine(step: Step) -> None:
         norms.append(tensors.norm(total))
     tensors.leave(params, total)
     step.stats = Stats(step.loss, step.trace_ratio, *norms)
+
+
+# What the passes find, and leave as it was.
+
+
+@dataclass
+class Surroundings:
+    """What passes find and have to leave as it was."""
+
+    params: Tensors  # all of the optimiser's
+    devices: set[torch.device]
+    model: nn.Module | None  # whose statistics displaced passes leave alone
+    copies: Copies
+    random: RandomState  # where the random numbers of the first pass begin
+    begins: bool  # whether that is here, and not before in a loop of the caller's
+    signals: Signals
+    loops: list[Loop] = field(default_factory=list)  # of all whose passes these are
+    statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
+    drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
+    others: list[Tensor] = field(default_factory=list)  # parameters that are not the optimiser's: the model's first
+    in_model: int = 0  # how many of them are the model's
+    seeks: bool = False  # whether the loss is asked for more of them
+    pooled: PooledGradients | None = None  # theirs, where a batch is taken in parts
+    watch: Watch | None = None  # of gradients in the caller's hands, in the first steps
+    probe: Probe | None = None  # of gradients that the caller has accumulated before
+    aside: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # gradients of theirs, during a pass
+    seed: int = 0  # by which displaced weights in bfloat16 are rounded: another one in every step
+
+
+def surroundings_of(
+    opt: TwoPassOptimizer, signals: Signals, *, begins: bool = False, several: bool = False
+) -> Surroundings:
+    """What the passes of an optimiser's step find; random numbers begin here, or where the loop has marked it."""
+    params = [p for group in opt.param_groups for p in group["params"]]
+    devices = {p.device for p in params}
+    caller, due = opt._caller, opt.second_pass_due
+    start = RandomState(devices, others=due and caller.draws is not False) if begins else caller.loop.mark
+    around = Surroundings(params, devices, opt.model, opt._copies, start, begins, signals, [caller.loop])
+    around.seed = opt.param_groups[0][COUNT]
+    if several or due:  # a step of one pass leaves others what it should
+        around.seeks = caller.others.sought
+        if opt.model is not None:
+            around.others = in_model(opt.model, params)
+            around.in_model = len(around.others)
+        elif several:
+            around.others = caller.others.recall(params)
+    return around
+
+
+def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
+    """Those of a model's parameters that are not the optimiser's own, in an order that all processes agree on."""
+    known = set(map(id, own))
+    found: list[Tensor] = []
+    ahead: list[nn.Module | None] = [model]
+    while ahead:  # model.parameters() takes ten times as long
+        module = ahead.pop()
+        if module is not None:
+            for p in module._parameters.values():
+                if p is not None and id(p) not in known:
+                    known.add(id(p))
+                    found.append(p)
+            ahead.extend(module._modules.values())
+    return found
+
+
+@contextmanager
+def all_or_nothing(around: Surroundings, *, anew: bool = False, checked: bool = True) -> Iterator[None]:
+    """Where passes are made, and nobody else's: on any error random numbers, statistics and gradients are put back.
+
+    Args:
+        around: Them.
+        anew: Gradients that were there before are forgotten: they take memory, and the first pass clears them anyway.
+        checked: Whether the step fails where a number is not finite.
+    """
+    if anew:
+        tensors.forget(around.params)
+    gradients = [p.grad for p in around.params]
+    without = [p for p in around.others if p.grad is None]
+    start = around.random if around.begins else RandomState(around.devices)
+    # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that fails
+    # could want it, and what fails in a capture has changed nothing yet.
+    if around.model is not None and not (is_capturing() or (anew and not checked)):
+        around.statistics = around.copies.of(around.model, "of the step")
+    try:
+        for loop in around.loops:
+            loop.busy = True
+        yield
+    except BaseException:
+        for p, gradient in zip(around.params, gradients, strict=True):
+            p.grad = gradient
+        for p in without:
+            p.grad = None
+        if around.statistics is not None:
+            around.statistics.restore()
+        start.restore()
+        raise
+    finally:
+        for loop in around.loops:
+            loop.busy = False
+        if around.watch is not None:
+            around.watch.remove()
+
+
+@contextmanager
+def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -> Iterator[None]:
+    """Where a further pass is made: at displaced weights, with the first's random numbers and frozen statistics."""
+    tensors.forget(around.params)
+    if around.others:
+        put_aside(around, around.others)
+    scope: AbstractContextManager[None] = nullcontext()
+    if place is not None:
+        scope = displaced(params, place, around.seed) if isinstance(place, list | tuple) else place
+    statistics = None if around.model is None else around.copies.of(around.model, "of the first pass")
+    with scope, replayed_random(around.random, around.devices) as around.drawn:
+        if isinstance(place, list):
+            place.clear()  # it is in the weights: a copy of them less while the pass is made
+        token = passes_again.set(around)
+        torch.clear_autocast_cache()  # where the caller's autocast is around both passes, it has the first's weights
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+            passes_again.reset(token)
+            if statistics is not None:
+                statistics.restore()
+            if around.aside:
+                put_back(around)
+
+
+def put_aside(around: Surroundings, others: Tensors) -> None:
+    """Let a further pass leave its gradients for nobody: those of the first are put back afterwards."""
+    for p in others:
+        around.aside.append((p, None if p.grad is None else tensors.kept([p.grad])[0]))
+        p.grad = None
+
+
+def put_back(around: Surroundings) -> None:
+    """The gradients that were put aside."""
+    for p, gradient in around.aside:
+        p.grad = gradient
+    around.aside.clear()
+
+
+def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
+    """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
+    # A parameter that drops out of the loss at the displaced weights has gradient zero there.
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    return tensors.kept(gradients) if keep else gradients

@@ -25,16 +25,16 @@ def to_norm(most: float, found: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clip:
-    """Bounds for the gradient that makes the update. T and f are of the gradient as it was.
+    """Limits for the gradient that makes the update. T and f use the gradient before clipping.
 
-    Adam-TRACER's second moment is that of the clipped total, as torch's Adam's would be.
+    Adam-TRACER's second moment is that of the clipped total, as in torch's Adam.
 
     >>> Clip(norm=1.0)
     Clip(norm=1.0, value=None, of='total')
 
     Attributes:
         norm: The Euclidean norm over all parameters is scaled down to this, as by torch's `clip_grad_norm_`.
-        value: Every coordinate is cut off at ± this, as by `clip_grad_value_`; after `norm`, where both are set.
+        value: Every coordinate is limited to ± this, as by `clip_grad_value_`; after `norm`, if both are set.
         of: `"total"`: ∇[L + ρT], so that what the base optimiser sees is bounded, as it is with torch's functions.
             `"loss"`: ∇L alone, before ρ∇T is added.
     """
@@ -53,7 +53,7 @@ class Clip:
 
     @property
     def is_one_factor(self) -> bool:
-        """Whether all it does is to scale the total."""
+        """Whether it only scales the total."""
         return self.value is None and self.of == "total"
 
     def __call__(self, step: Step, damped: Damped) -> None:

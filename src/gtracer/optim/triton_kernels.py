@@ -148,7 +148,7 @@ def counted(rows, n, tensor):
 
 @triton.jit
 def towards(g, v, rows, n, tensor, f0, delta, log_beta2, ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr):
-    """∇L / (f + δ), with f as in `adam_average`; before Adam's first step it is f₀."""
+    """∇L / (f + δ), with f as in `AdamRule.average_of`; before Adam's first step it is f₀."""
     f = v
     if ADAM:
         count = counted(rows, n, tensor)
@@ -332,30 +332,6 @@ def finish_kernel(
             write_any(rows + 3 * n, tensor, inside, size, second, low, ALIGNED, FULL, LOW)
 
 
-@triton.jit
-def agree_kernel(
-    blocks, sizes, n, rows, f0, delta, log_beta2, before, stride, healthy, sums,
-    ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    NARROW: tl.constexpr, LOW: tl.constexpr, GUARDED: tl.constexpr,
-):  # fmt: skip
-    """Σgb, Σg² and Σb² over every `stride`-th number of a block, where b are those of the step before; g replaces b."""
-    tensor, inside, size, _ = place(blocks, sizes, BLOCK)
-    taken = (inside < size) & (inside % stride == 0)
-    if NARROW:
-        g = widened(tl.load(pointers_to(rows + n, tensor, inside, False, True), mask=taken, other=0), 0)
-    else:
-        g = tl.load(pointers_to(rows + n, tensor, inside, False), mask=taken, other=0.0)
-    there = pointers_to(before, tensor, inside // stride, False)
-    b = tl.load(there, mask=taken, other=0.0)
-    at = sums + 3 * tl.program_id(0)
-    tl.store(at, tl.sum(g * b))
-    tl.store(at + 1, tl.sum(g * g))
-    tl.store(at + 2, tl.sum(b * b))
-    if GUARDED:
-        g = tl.where(tl.load(healthy) > 0, g, b)
-    tl.store(there, g, mask=taken)
-
-
 class Launched:
     """Tensors that lie in a row each, of one type, on one device, and the kernels on them.
 
@@ -500,17 +476,6 @@ class Launched:
         kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None, "RATE": isinstance(lr, float)}
         self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
         return sums
-
-    def agree_(self, before: Tensors, stride: int, healthy: Tensor | None) -> Tensor:
-        """Put every `stride`-th number of the gradient in the place of that of the step before.
-
-        Returns:
-            Sums of their products, of the new ones' squares and of the old ones'.
-        """
-        rows, sums = Rows(before), self._sums(3)
-        given = (rows.addresses, stride, sums if healthy is None else healthy, sums)
-        self._launch(agree_kernel, *given, GUARDED=healthy is not None)
-        return sums.sum(0)
 
     def count_(self, healthy: Tensor | None) -> None:
         """One step more, if it was made."""

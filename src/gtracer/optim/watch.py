@@ -167,7 +167,7 @@ class Probe:
 def is_scaler_s_step() -> bool:
     """Whether a GradScaler has called the step: it has divided the gradients by its scale."""
     frame = sys._getframe(1)
-    for _ in range(12):  # torch, schedulers and hosts wrap step()
+    for _ in range(13):  # torch, schedulers and hosts wrap step()
         if frame.f_back is None:
             return False
         frame = frame.f_back

@@ -3,7 +3,7 @@
 from gtracer.sharpness.landscape import Line, Surface, between, filter_normalised, line, plane
 from gtracer.sharpness.losses import SplitLoss, classification
 from gtracer.sharpness.measurement import eigenvectors, measure
-from gtracer.sharpness.objective import Settings
+from gtracer.sharpness.model import Settings
 from gtracer.sharpness.result import Estimate, Row, Sharpness, Spectrum, TraceRatio
 
 __all__ = [

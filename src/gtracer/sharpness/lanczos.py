@@ -28,6 +28,13 @@ class Krylov:
     diagonal: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)  # the last one leads out of the basis
     blocks: list[int] = field(default_factory=lambda: [0])
+    astray: float = 0.0  # the largest of what a symmetric matrix has none of: products' parts along earlier vectors
+
+    @property
+    def asymmetry(self) -> float:
+        """By what share of the largest eigenvalue the matrix is seen not to be symmetric."""
+        largest = max(map(abs, (*self.diagonal, *self.beside)))
+        return self.astray / largest if largest else 0.0
 
     @property
     def steps(self) -> int:
@@ -83,7 +90,8 @@ def lanczos(product: Product, draw: Draw, size: int, steps: int, top: int = 1, t
         made.diagonal.append(float(torch.dot(q, w)))
         made.basis.append(q)
         length = float(torch.linalg.vector_norm(w))
-        w = _orthogonal(w, made.basis)
+        w, along = _orthogonal(w, made.basis)
+        made.astray = max(made.astray, *map(abs, along[:-2]), 0.0)
         beta = float(torch.linalg.vector_norm(w))
         scale = max(map(abs, (*made.diagonal, *made.beside, length)))
         is_over = beta <= torch.finfo(w.dtype).eps ** 0.75 * scale
@@ -92,7 +100,7 @@ def lanczos(product: Product, draw: Draw, size: int, steps: int, top: int = 1, t
             return made
         if is_over:
             made.blocks.append(made.steps)
-            q = _unit(_orthogonal(draw(), made.basis))
+            q = _unit(_orthogonal(draw(), made.basis)[0])
         elif len(made.blocks) == 1 and made.steps >= top and tolerance > 0 and _is_enough(made, top, tolerance):
             return made
         else:
@@ -109,13 +117,16 @@ def _unit(x: Tensor) -> Tensor:
     return made
 
 
-def _orthogonal(x: Tensor, basis: Sequence[Tensor]) -> Tensor:
-    """Twice is enough (Kahan and Parlett)."""
-    x = x.clone()
-    for _ in range(2):
+def _orthogonal(x: Tensor, basis: Sequence[Tensor]) -> tuple[Tensor, list[float]]:
+    """What is left of it, and how much lay along each. Twice is enough (Kahan and Parlett)."""
+    x, along = x.clone(), []
+    for again in (False, True):
         for q in basis:
-            x.sub_(q, alpha=float(torch.dot(q, x)))
-    return x
+            part = float(torch.dot(q, x))
+            x.sub_(q, alpha=part)
+            if not again:
+                along.append(part)
+    return x, along
 
 
 def trace(
@@ -132,7 +143,7 @@ def trace(
     inside = math.fsum(made.diagonal)
     if made.steps == made.size:
         return inside, 0.0
-    drawn = [_orthogonal(draw(), made.basis) for _ in range(probes)]
+    drawn = [_orthogonal(draw(), made.basis)[0] for _ in range(probes)]
     found = [float(torch.dot(z, Hz)) for z, Hz in zip(drawn, products(drawn), strict=True)]
     mean, error = mean_and_error(found)
     return inside + mean, error

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gtracer import checks
 from gtracer.sharpness.losses import Loss
-from gtracer.sharpness.objective import Objective, Settings, Value, opened
+from gtracer.sharpness.model import Settings
+from gtracer.sharpness.objective import Objective, Value, opened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +30,10 @@ class Line:
     """The loss along a line.
 
     Attributes:
-        positions: Along it; between two models 0 is the first and 1 the second.
-        losses: There.
-        accuracies: There, where the loss tells them.
-        label: Of the axis.
+        positions: Positions along the line; between two models 0 is the first and 1 the second.
+        losses: The loss at each position.
+        accuracies: The accuracy at each position, if the loss gives it.
+        label: Label of the axis.
     """
 
     positions: tuple[float, ...]
@@ -42,7 +43,7 @@ class Line:
 
     @property
     def barrier(self) -> float:
-        """How high the loss rises above the straight line between its ends, at the most (Frankle et al., 2020).
+        """The largest rise of the loss above the straight line between its ends (Frankle et al., 2020).
 
         >>> Line((0.0, 0.5, 1.0), (1.0, 4.0, 3.0)).barrier
         2.0
@@ -51,11 +52,11 @@ class Line:
 
     @property
     def accuracy_barrier(self) -> float | None:
-        """How far the accuracy falls below the straight line between its ends."""
+        """The largest drop of the accuracy below the straight line between its ends."""
         return None if self.accuracies is None else _barrier(self.positions, [-x for x in self.accuracies])
 
     def plot(self, where: str | File | BinaryIO | Axes, **look: Any) -> Axes:
-        """Draw loss and accuracy into a file; or the loss on axes of one's own, several lines on the same."""
+        """Draw loss and accuracy into a file, or the loss on given axes, which several lines can share."""
         from gtracer.sharpness import picture
 
         return picture.line(self, where, **look)
@@ -71,10 +72,10 @@ class Surface:
 
     Attributes:
         x: Positions along the first direction.
-        y: Along the second.
-        losses: A row for each y.
-        accuracies: Likewise, where the loss tells them.
-        labels: Of the axes.
+        y: Positions along the second direction.
+        losses: One row for each y.
+        accuracies: One row for each y, if the loss gives them.
+        labels: Labels of the axes.
     """
 
     x: tuple[float, ...]
@@ -84,7 +85,7 @@ class Surface:
     labels: tuple[str, str] = ("first direction", "second direction")
 
     def plot(self, where: str | File | BinaryIO | Axes, **look: Any) -> Axes:
-        """Draw its contours, into a file or on axes of one's own."""
+        """Draw its contours, into a file or on given axes."""
         from gtracer.sharpness import picture
 
         return picture.surface(self, where, **look)
@@ -95,10 +96,10 @@ class Surface:
 
 
 def filter_normalised(params: Iterable[Tensor], direction: Direction) -> list[Tensor]:
-    """A direction whose filters are as long as the weights' own, so that networks can be compared (Li et al., 2018).
+    """Scale a direction so that its filters are as long as those of the weights (Li et al., 2018).
 
-    Each filter of a convolution and each row of a linear layer is given the length of the weights'. Biases and the
-    parameters of norms, which have but one axis, stay.
+    Networks can then be compared. Each filter of a convolution and each row of a linear layer gets the length of its
+    counterpart in the weights. Biases and the parameters of norms, which have a single axis, do not move.
 
     >>> filter_normalised([torch.tensor([[3.0, 4.0]])], [torch.tensor([[1.0, 0.0]])])
     [tensor([[5., 0.]])]
@@ -130,14 +131,14 @@ def line(
     """The loss at w + t·d for t from −reach to reach.
 
     Args:
-        model: In evaluation mode meanwhile, and afterwards as it was.
+        model: The model, in evaluation mode; it is restored afterwards.
         loss_of: As for `measure`; accuracies come from a `SplitLoss`.
         batches: Likewise.
         direction: d, a tensor for each trained parameter (default: drawn at random, filter by filter as long as w).
         reach: The largest t.
-        points: How many, at least two; an odd number has w itself in the middle.
-        seed: Of the random direction.
-        label: Of the axis.
+        points: Number of points, at least two; an odd number has w itself in the middle.
+        seed: Seed of the random direction.
+        label: Label of the axis.
         settings: As for `measure`.
     """
     with _around(model, loss_of, batches, [direction], reach, points, seed, settings) as (objective, (d,)):
@@ -161,7 +162,7 @@ def plane(
 ) -> Surface:
     """The loss at w + s·d + t·e for s and t from −reach to reach; arguments as for `line`.
 
-    Along the eigenvectors that curve most: `plane(…, directions=eigenvectors(model, loss_of, batches)[1])`.
+    For the directions of largest curvature: `plane(…, directions=eigenvectors(model, loss_of, batches)[1])`.
     """
     if directions is not None and len(directions) != 2:
         raise ValueError(f"directions must be two, got {len(directions)}")
@@ -189,18 +190,18 @@ def between(
     statistics: str = "interpolated",
     settings: Settings | None = None,
 ) -> Line:
-    """The loss at (1 − t)·first + t·second: its `barrier` says whether the two are linearly connected.
+    """The loss at (1 − t)·first + t·second. Its `barrier` says whether the two are linearly connected.
 
     Args:
-        model: Of their kind, to compute with; afterwards as it was.
+        model: A model of the same kind to compute with; it is restored afterwards.
         loss_of: As for `measure`.
         batches: Likewise.
         first: A model, or its state_dict.
         second: Likewise.
-        points: How many, with both ends.
-        beyond: How far to go beyond both ends, in units of their distance.
-        statistics: Batch norm's in between: "interpolated" as weights are; "reestimated" from the batches at each
-            point, which averaged weights often need.
+        points: Number of points, including both ends.
+        beyond: Distance to continue beyond both ends, in units of the distance between them.
+        statistics: Batch norm's statistics between the ends: "interpolated" like the weights, or "reestimated" from
+            the batches at each point, which averaged weights often need.
         settings: As for `measure`.
     """
     checks.choice("statistics", statistics, STATISTICS)

@@ -15,7 +15,7 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class SplitLoss:
-    """A loss whose model and whose last part can be told apart, as the Gauss-Newton matrix wants it.
+    """A loss in two parts, the model and the loss of its outputs, as the Gauss-Newton matrix needs it.
 
     >>> loss_of = SplitLoss(lambda batch: 2 * batch, lambda outputs, batch: (outputs - batch).square().mean())
     >>> loss_of(torch.tensor([1.0, 3.0]))
@@ -24,7 +24,7 @@ class SplitLoss:
     Attributes:
         outputs_of: The model's outputs for a batch, a tensor with an example in each row.
         loss_on: The mean loss of these outputs over the batch's examples.
-        correct_on: Which examples these outputs get right: accuracies and the PAC-Bayes bound are made of it.
+        correct_on: Which examples these outputs get right, for the accuracy and the PAC-Bayes bound.
     """
 
     outputs_of: Callable[[Any], Tensor]
@@ -37,7 +37,7 @@ class SplitLoss:
 
 
 def classification(model: nn.Module) -> SplitLoss:
-    """The cross-entropy of batches of inputs and class labels, wherever they lie."""
+    """The cross-entropy of batches of inputs and class labels, on any device."""
 
     def to_model(x: Any) -> Any:
         home = next(model.parameters()).device

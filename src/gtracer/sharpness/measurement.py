@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -15,8 +16,13 @@ from gtracer.penalty import DELTA
 from gtracer.sharpness import lanczos, neighbourhood
 from gtracer.sharpness.bound import PacBayes, pac_bayes
 from gtracer.sharpness.losses import Loss
-from gtracer.sharpness.objective import GGN, HESSIAN, Objective, Progress, Settings, check_matrices, opened
+from gtracer.sharpness.model import Settings
+from gtracer.sharpness.objective import Objective, opened
+from gtracer.sharpness.products import GGN, HESSIAN, check_matrices
+from gtracer.sharpness.progress import Progress
 from gtracer.sharpness.result import Estimate, Sharpness, Spectrum, TraceRatio
+
+CROOKED = 0.01  # of the largest eigenvalue; bfloat16 has some thousandths
 
 
 def measure(
@@ -53,46 +59,47 @@ def measure(
         print(found)
         found.top_eigenvalue, found.trace, found.worst_adaptive
 
-    The cost is linear in the data and in `steps + probes` for each matrix, `2 · samples`, and `ascent` four times; 0
-    leaves a measure out. Memory is `steps` copies of the weights. Weights, gradients, buffers, modes and random numbers
-    are afterwards as they were, also after an error or Ctrl-C. Which measures know how the weights are scaled, and so
-    compare models badly: `Sharpness.is_invariant`, docs/how-to/sharpness.md.
+    The cost is proportional to the data, and to `steps + probes` for each matrix, `2 · samples`, and four times
+    `ascent`; 0 leaves a measure out. It needs memory for `steps` copies of the weights. Weights, gradients, buffers,
+    modes and random numbers are restored, also after an error or Ctrl-C. Measures that depend on the scale of the
+    weights cannot compare models: see `Sharpness.is_invariant` and docs/how-to/sharpness.md.
 
     Args:
-        model: Whose weights; in evaluation mode while it is measured.
+        model: The model to measure, in evaluation mode.
         loss_of: The mean loss of a batch by this model, as `find_rho` and the optimisers take it. The Gauss-Newton
             matrix, the accuracy and the PAC-Bayes bound need a `SplitLoss`, such as `classification(model)`.
-        batches: What can be read several times, as a DataLoader or a list. Means are over examples. For the gradient's
-            noise, T and m-sharpness the batches should be as in training, and drawn at random.
+        batches: Batches that can be read several times: a DataLoader or a list. Means are over examples. For the
+            gradient's noise, T and m-sharpness, draw the batches at random, with the size used in training.
         matrices: "hessian", "ggn" or both (default: all that the loss allows).
-        top: How many of the largest eigenvalues.
-        steps: Of Lanczos' method, at most.
-        tolerance: Of the eigenvalues, of the largest one; 0 makes all steps, for a finer spectral density.
-        runs: Of Lanczos' method, for the spectral density and the effective dimension.
+        top: Number of largest eigenvalues.
+        steps: Most steps of Lanczos' method.
+        tolerance: Tolerance of the eigenvalues, relative to the largest; 0 makes all steps, for a finer spectral
+            density.
+        runs: Runs of Lanczos' method, for the spectral density and the effective dimension.
         probes: Random vectors for the trace.
         samples: Pairs of random displacements for the expected sharpness.
-        sigma: σ of these.
+        sigma: Their standard deviation σ.
         adaptive_sigma: The same in units of |w|.
-        ascent: Gradients on the way to the worst point of a ball.
-        radius: Of the ball.
+        ascent: Gradient steps to the worst point of a ball.
+        radius: Radius of the ball.
         adaptive_radius: The same in units of |w|.
-        f: TRACER's average, by parameter or by its name (default: the batches' mean squared gradient). Of an optimiser:
+        f: TRACER's average, by parameter or by name (default: the batches' mean squared gradient). From an optimiser:
             `{p: x for g in opt.param_groups for p, x in zip(g["params"], opt.average_of(g, g["params"]))}`.
         delta: δ of T.
-        start: Weights that know nothing of the data, by name: the prior of the PAC-Bayes bound (default: zeros).
-        confidence: Of the bound.
+        start: Weights that do not depend on the data, by name: the prior of the PAC-Bayes bound (default: zeros).
+        confidence: Confidence of the bound.
         prior: Variance of the weights' prior in the effective dimension, whose α is 1/(examples · prior) (default: the
-            weights' own mean square). Eigenvalues far below the largest over `steps`² are not told from zero.
-        params: By which to differentiate (default: all that are trained).
-        examples_of: How many examples a batch holds (default: the length of its tensors).
-        train_mode: The model in training mode: batch norm by each batch's own statistics, dropout replayed.
-        seed: Of all that is drawn.
-        progress: Called with what is done and the share of all that is done; True: a line where there is a terminal.
+            weights' mean square). Eigenvalues far below the largest over `steps`² cannot be told from zero.
+        params: Parameters to differentiate by (default: all that are trained).
+        examples_of: Returns the number of examples in a batch (default: the length of its tensors).
+        train_mode: Keep the model in training mode: batch norm with each batch's statistics, dropout replayed.
+        seed: Seed of all random numbers.
+        progress: Called with the current task and the share of all work done; True: a line on a terminal.
 
     Raises:
-        ValueError: Where an argument cannot be used, or there is no data.
-        RuntimeError: Where the loss cannot be differentiated (twice), or several processes train.
-        FloatingPointError: Where the loss is not finite.
+        ValueError: If an argument cannot be used, or there is no data.
+        RuntimeError: If the loss cannot be differentiated (twice), or several processes train.
+        FloatingPointError: If the loss is not finite.
     """
     kinds = check_matrices(matrices, loss_of)
     for name, count in {"top": top, "steps": steps, "runs": runs}.items():
@@ -107,11 +114,10 @@ def measure(
     checks.number("confidence", confidence, low=0, high=1, open_low=True, open_high=True)
     settings = Settings(params, examples_of, train_mode, progress)
     with opened(model, loss_of, batches, settings) as objective:
-        objective.plan(2 + len(kinds) * (runs * steps + bool(probes)) + 4 * samples + bool(ascent) * (4 * ascent + 2))
+        objective.plan(1 + len(kinds) * (runs * steps + bool(probes)) + 4 * samples + bool(ascent) * (4 * ascent + 1))
         averages = None if f is None else _averages(model, objective, f)
         centre = None if start is None else _start(model, objective, start)
         found, gradient = _first_order(model, objective, averages, delta)
-        found["accuracy"] = objective.value().accuracy
         for kind in kinds:
             found[kind] = _spectrum(objective, kind, top, steps, tolerance, runs, probes, seed)
         scales = {"": torch.ones_like(gradient), "_adaptive": objective.weights().abs()}
@@ -129,6 +135,7 @@ def measure(
             examples=objective.examples,
             batches=(len(objective.counts), max(objective.counts)),
             parameters=objective.size,
+            passes=objective.passes,
             settings={**positive, **numbers, "prior": prior, "train_mode": train_mode, "seed": seed},
         )
 
@@ -145,7 +152,7 @@ def eigenvectors(
     seed: int = 0,
     settings: Settings | None = None,
 ) -> tuple[list[float], list[list[Tensor]]]:
-    """The largest eigenvalues, falling, and their eigenvectors of length one, shaped as the parameters."""
+    """The largest eigenvalues in falling order, and their unit eigenvectors in the shape of the parameters."""
     check_matrices([matrix], loss_of)
     checks.count("top", top)
     checks.count("steps", steps)
@@ -170,29 +177,32 @@ def eigenvectors(
 def _first_order(
     model: nn.Module, objective: Objective, averages: Tensor | None, delta: float
 ) -> tuple[dict[str, Any], Tensor]:
-    """Loss, gradient, its noise and T: one sweep."""
-    objective.doing("gradient", 2)
+    """Loss, accuracy, gradient, its noise and T: one sweep."""
+    objective.doing("gradient")
     mean, F = (torch.zeros(objective.size, dtype=objective.dtype, device=objective.home) for _ in range(2))
     inverse = None if averages is None else _inverse(averages, delta)
-    loss, squares, ratios = 0.0, 0.0, []
-    for examples, value, g in objective.gradients():
-        loss += examples * value
-        mean.add_(g, alpha=examples)
-        squares += examples * float(torch.linalg.vector_norm(g)) ** 2
+    each, norms, ratios = [], [], []
+    for told, g in objective.gradients(judged=True):
+        each.append(told)
+        mean.add_(g, alpha=told.examples)
         g.square_()
-        F.add_(g, alpha=examples)
+        F.add_(g, alpha=told.examples)
+        norms.append(g.sum())
         if inverse is not None:
-            ratios.append((examples, float(torch.dot(g, inverse))))
+            ratios.append(torch.dot(g, inverse))
+    value = objective.mean(each)
     n, batches = objective.examples, len(objective.counts)
-    mean, F, loss = mean.div_(n), F.div_(n), loss / n
-    objective.at_weights = loss
-    norm = float(torch.linalg.vector_norm(mean))
-    found: dict[str, Any] = {"loss": loss, "gradient_norm": norm}
+    objective.at_weights = value.loss
+    norm = float(torch.linalg.vector_norm(mean.div_(n)))
+    found: dict[str, Any] = {"loss": value.loss, "accuracy": value.accuracy, "gradient_norm": norm}
     if batches > 1:
+        squares = math.fsum(m * x for m, x in zip(objective.counts, objective.read(norms), strict=True))
         # Of batches of nᵢ examples, Σ nᵢ‖gᵢ − g‖²/(batches − 1) is tr Σ on average, whatever the nᵢ.
         noise = max(0.0, (squares - n * norm**2) / (batches - 1))
         found |= {"gradient_noise": noise, "noise_scale": noise / norm**2 if norm else math.inf}
-    error = neighbourhood.weighted_mean(ratios)[1] if ratios else None
+    pairs = list(zip(objective.counts, objective.read(ratios), strict=False))
+    error = neighbourhood.weighted_mean(pairs)[1] if pairs else None
+    F.div_(n)
     shares = F * (_inverse(F, delta) if inverse is None else inverse)
     layers = _by_layer(model, objective, shares)
     found["trace_ratio"] = TraceRatio(math.fsum(layers.values()), error, layers, delta, averages is None)
@@ -241,7 +251,7 @@ def _looked_up(what: str, model: nn.Module, objective: Objective, given: Mapping
 
 def _krylov(objective: Objective, kind: str, top: int, steps: int, tolerance: float, seed: int) -> lanczos.Krylov:
     generator = torch.Generator().manual_seed(seed)
-    return lanczos.lanczos(
+    made = lanczos.lanczos(
         lambda v: objective.products(kind, [v])[0],
         lambda: objective.random(generator),
         objective.size,
@@ -249,6 +259,13 @@ def _krylov(objective: Objective, kind: str, top: int, steps: int, tolerance: fl
         top,
         tolerance,
     )
+    if made.asymmetry > CROOKED:
+        warnings.warn(
+            f"products with the {kind} are not symmetric, by {made.asymmetry:.1%} of its largest eigenvalue: a layer's "
+            "derivatives are wrong, or the numbers too coarse. Measure in float32",
+            stacklevel=2,
+        )
+    return made
 
 
 def _spectrum(
@@ -322,11 +339,14 @@ def _worst(
     for (name, scale), radius in zip(scales.items(), radii, strict=True):
         objective.doing("worst point of a ball", ascent)
         found[f"worst{name}"] = Estimate(neighbourhood.worst(objective, scale, radius, ascent, loss, gradient, seed))
-        objective.doing("m-sharpness", ascent + 1, ascent + 1)
-        found[f"m_worst{name}"] = Estimate(*neighbourhood.worst_of_batches(objective, scale, radius, ascent, seed))
-    return found
+    objective.doing("m-sharpness", 2 * ascent + 1, 2 * ascent + 1)
+    balls = list(zip(scales.values(), radii, strict=True))
+    of_batches = neighbourhood.worst_of_batches(objective, balls, ascent, seed)
+    return found | {f"m_worst{name}": Estimate(*each) for name, each in zip(scales, of_batches, strict=True)}
 
 
 def _whole(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {value}")

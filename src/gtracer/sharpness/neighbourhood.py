@@ -7,6 +7,7 @@ adaptive (Kwon et al., 2021), and then the same whatever a layer is scaled by, a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -61,16 +62,20 @@ def worst(
 
 
 def worst_of_batches(
-    objective: Objective, scale: Tensor, radius: float, steps: int, seed: int
-) -> tuple[float, float | None]:
-    """m-sharpness: the mean over batches, of m examples each, of what a batch's own loss can rise by; and its error."""
-    found: list[tuple[float, float]] = []
+    objective: Objective, balls: Sequence[tuple[Tensor, float]], steps: int, seed: int
+) -> list[tuple[float, float | None]]:
+    """m-sharpness: the mean over batches, of m examples each, of what a batch's own loss can rise by; and its error.
+
+    For each of some balls, that is for each s and radius.
+    """
+    found: list[list[tuple[float, float]]] = [[] for _ in balls]
     for _, batch, examples in objective.sweep():
         with objective.aside():
             alone = objective.only(batch)
             loss, gradient = alone.gradient()
-            found.append((examples, worst(alone, scale, radius, steps, loss, gradient, seed)))
-    return weighted_mean(found)
+            for (scale, radius), pairs in zip(balls, found, strict=True):
+                pairs.append((examples, worst(alone, scale, radius, steps, loss, gradient, seed)))
+    return [weighted_mean(pairs) for pairs in found]
 
 
 def weighted_mean(pairs: list[tuple[float, float]]) -> tuple[float, float | None]:

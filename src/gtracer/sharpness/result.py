@@ -174,6 +174,7 @@ class Sharpness:
         examples: How many.
         batches: Their sizes' number and the largest size, m of m-sharpness.
         parameters: How many.
+        passes: What it took, in passes over all the examples: evaluations, gradients, products with either matrix.
         settings: What it was measured with.
     """
 
@@ -196,6 +197,7 @@ class Sharpness:
     examples: float = 0
     batches: tuple[int, float] = (0, 0)
     parameters: int = 0
+    passes: Mapping[str, float] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -260,6 +262,7 @@ class Sharpness:
             f"{self.parameters:,} parameters; {self.examples:,.0f} examples in {self.batches[0]} batches of at most "
             f"{self.batches[1]:g}"
         )
+        lines.append("passes: " + ", ".join(f"{kind} {count:g}" for kind, count in self.passes.items()))
         return "\n".join(lines)
 
 

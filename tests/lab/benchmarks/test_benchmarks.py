@@ -41,7 +41,7 @@ def test_bench_prints_and_writes_what_it_measured(model, tmp_path, monkeypatch, 
 def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
     """Every row over its own base; memory in copies of the weights."""
     memory = iter(range(1_000_000, 100_000_000, 1_000_000))
-    monkeypatch.setattr(measurement, "peak", lambda step, device, state: next(memory))
+    monkeypatch.setattr(measurement, "peak", lambda step, device, first: next(memory))
     monkeypatch.setenv("COLUMNS", "140")
     out = tmp_path / "steps.json"
     words = ["bench", "steps", "--model", "transformer", "--rounds", "1", "--batch-size", "2", "--precision", "bf16"]
@@ -65,11 +65,12 @@ def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
     [("SGD", 8), ("SGD-SAM", 16), ("SGD-TRACER", 16), ("SGD-TRACER, every 8th, reused", 9), ("AdamW-TRACER", 16)],
 )
 def test_a_row_makes_the_passes_that_it_should(name, expected):
-    """Eight steps, back to back."""
+    """Eight steps of it."""
     row, passes = optimizers.rows(CPU, twice=False)[name], []
     step, net = optimizers.build(row, "resnet20", 2, CPU, "fp32")
     net.register_forward_hook(lambda *_: passes.append(1))
-    step()
+    for _ in range(optimizers.EVERY):
+        step()
     assert len(passes) == expected
 
 
@@ -82,6 +83,33 @@ def test_arithmetic_is_a_step_without_passes(name):
     step()
     assert torch.isfinite(net[-1].weight).all()
     assert not torch.equal(net[-1].weight, before)
+
+
+def test_rows_are_chosen_with_what_they_are_compared_with():
+    compared = optimizers.rows(CPU, twice=False)
+    assert list(optimizers.chosen(compared, ["AdamW-TRACER", "SGD-SAM"])) == ["SGD", "SGD-SAM", "AdamW", "AdamW-TRACER"]
+    assert optimizers.chosen(compared, []) == compared
+    with pytest.raises(LabError, match="row 'SGD-TRACE'.*SGD-TRACER"):
+        optimizers.chosen(compared, ["SGD-TRACE"])
+
+
+def test_a_bench_that_is_interrupted_leaves_what_it_has_measured(tmp_path, monkeypatch, capsys):
+    """Two rounds of times, printed and written, and no memory."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(measurement, "peak", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    out = tmp_path / "steps.json"
+    with pytest.raises(KeyboardInterrupt):
+        optimizers.steps(
+            model="cnn", batch_size=2, rounds=2, device="cpu", precision="fp32", out=out, console=Console(),
+            names=["SGD-TRACER"],
+        )  # fmt: skip
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert {name: len(times) for name, times in result["seconds"].items()} == {"SGD": 2, "SGD-TRACER": 2}
+    for name, times in result["seconds"].items():
+        row = next(line for line in printed.splitlines() if f" {name} " in line)
+        ratio = statistics.median(times) / statistics.median(result["seconds"]["SGD"])
+        cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+        assert [cells[1], *cells[3:]] == [f"{statistics.median(times) * 1e3:.1f}", f"{ratio:.2f}", "–", "–", "–"]
 
 
 def test_what_is_a_graph_has_a_base_that_is_one():
@@ -161,6 +189,20 @@ def test_rows_are_measured_in_turn():
     seconds = measurement.seconds_of(steps, 3, CPU)
     assert order == ["a", "b"] * 5
     assert [len(times) for times in seconds.values()] == [3, 3]
+
+
+def test_rows_take_turns_step_by_step_on_a_cpu(monkeypatch):
+    """A measurement is the mean of its steps: 1 and 3 s here, by a clock that the steps set forward."""
+    now, order = [0.0], []
+
+    def taking(name, seconds):
+        order.append(name)
+        now[0] += seconds
+
+    monkeypatch.setattr(measurement.time, "perf_counter", lambda: now[0])
+    steps = {"a": lambda: taking("a", 1.0), "b": lambda: taking("b", 3.0)}
+    assert measurement.seconds_of(steps, 2, CPU, times=4) == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+    assert order == ["a", "b"] * 16
 
 
 def test_peak_memory_is_what_torch_allocates():

@@ -178,7 +178,7 @@ def fine_tuning(
     memory, trained = {}, {}
     for name, row in compared.items():
         step, params = build(row, model, batch_size, place)
-        memory[name] = measurement.peak(step, place, state=True)
+        memory[name] = measurement.peak(step, place, first=2)
         trained[name] = sum(p.numel() * p.element_size() for p in params)
         numbers = sum(p.numel() for p in params)
         del step, params

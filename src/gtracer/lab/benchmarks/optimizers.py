@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,8 @@ from gtracer.lab.models.transformer import CLASSES, Transformer
 from gtracer.optim import SAM, AdamWTracer, SGDTracer
 from gtracer.penalty import RHO
 
-MODELS = ("resnet20", "wrn-28-10", "transformer", "encoder-110m")
+TWICE = ("resnet20", "cnn", "transformer")  # small enough to be differentiated twice
+MODELS = (*TWICE, "wrn-28-10", "encoder-110m")
 PEERS = {"pytorch_optimizer": "pytorch_optimizer", "ivon": "ivon-opt", "schedulefree": "schedulefree"}
 SGD, ADAMW, EXACT = "SGD", "AdamW", "SGD-TRACER, exact"
 LR = 1e-5  # nothing is learnt, and nothing diverges
@@ -176,63 +178,65 @@ class Given:
 def build(
     row: Row, name: str, batch: int, device: torch.device, precision: str, *, passes: bool = True
 ) -> tuple[Step, nn.Module]:
-    """Training steps of the model, back to back as in training, or what they do besides their passes; and the model."""
+    """A training step of the model, or what it does besides its passes; and the model."""
     torch.manual_seed(0)
-    if name == "encoder-110m":
-        net: nn.Module = Transformer(30_522, 256, 768, 12, heads=12, twice=False).to(device)
-        x = torch.randint(30_522, (batch, 256), device=device)
-    elif name == "transformer":
-        net, x = Transformer().to(device), torch.randint(1000, (batch, 32), device=device)
-    else:
-        net, x = network(name, (3, 32, 32), CLASSES).to(device), torch.randn(batch, 3, 32, 32, device=device)
-    y = torch.randint(CLASSES, (batch,), device=device)
+    with device:
+        net, shape, words = _net(name)
+        x = torch.randint(words, (batch, *shape)) if words else torch.randn(batch, *shape)
+        y = torch.randint(CLASSES, (batch,))
 
     def loss_of(x: Tensor = x, y: Tensor = y) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             return cross_entropy(net(x), y)
 
     step, loss = row.make(net), loss_of if passes else Given(net)
+    return lambda: step(loss, x, y), net
 
-    def steps() -> None:
-        for _ in range(EVERY):
-            step(loss, x, y)
 
-    return steps, net
+def _net(name: str) -> tuple[nn.Module, tuple[int, ...], int]:
+    """The model, the shape of an example, and how many words there are in it."""
+    if name == "encoder-110m":
+        return Transformer(30_522, 256, 768, 12, heads=12, twice=False), (256,), 30_522
+    if name == "transformer":
+        return Transformer(), (32,), 1000
+    image = (3, 32, 32)
+    return _cnn() if name == "cnn" else network(name, image, CLASSES), image, 0
+
+
+def _cnn() -> nn.Module:
+    """A small convolutional net, such as a first experiment has."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32)):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 8 * 8, CLASSES))
+
+
+def chosen(compared: dict[str, Row], names: Sequence[str]) -> dict[str, Row]:
+    """The rows of these names, and those that they are compared with; without names all."""
+    for name in names:
+        if name not in compared:
+            raise unknown("row", name, compared)
+    wanted = {name for row in names for name in (row, compared[row].base)}
+    return {name: row for name, row in compared.items() if name in wanted or not names}
 
 
 def steps(
-    *, model: str, batch_size: int, rounds: int, device: str, precision: str, out: Path | None, console: Console
+    *,
+    model: str,
+    batch_size: int,
+    rounds: int,
+    device: str,
+    precision: str,
+    out: Path | None,
+    console: Console,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Time and memory of a step of every optimiser, over its base's; printed and written."""
+    """Time and memory of a step of every optimiser, over its base's; printed and written, as far as it came."""
     if model not in MODELS:
         raise unknown("model", model, MODELS)
     place = measurement.place_of(device)
-    compared = rows(place, twice=model in ("resnet20", "transformer"))
-    built = {name: build(row, model, batch_size, place, precision)[0] for name, row in compared.items()}
-
-    def seconds_each(steps: dict[str, Step]) -> dict[str, list[float]]:
-        taken = measurement.seconds_of(steps, rounds, place)
-        return {name: [t / EVERY for t in times] for name, times in taken.items()}
-
-    seconds = seconds_each(built)
-    built.clear()
-    as_graphs = {name: replace(row, make=row.graph) for name, row in compared.items() if row.graph is not None}
-    by_graph = {
-        name: measurement.captured(build(row, model, batch_size, place, precision)[0])
-        for name, row in as_graphs.items()
-        if place.type == "cuda"
-    }
-    graphs = seconds_each(by_graph)
-    by_graph.clear()
-    bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
-    own = {name: build(row, model, batch_size, place, precision, passes=False)[0] for name, row in bare.items()}
-    arithmetic = seconds_each(own)
-    own.clear()
-    memory, copies = {}, 0
-    for name, row in compared.items():
-        step, net = build(row, model, batch_size, place, precision)
-        memory[name] = measurement.peak(step, place, state=True)
-        copies = sum(p.numel() * p.element_size() for p in net.parameters())
+    compared = chosen(rows(place, twice=model in TWICE), names)
+    made = partial(build, name=model, batch=batch_size, device=place, precision=precision)
     result = measurement.result_of(
         "steps",
         place,
@@ -241,15 +245,41 @@ def steps(
         precision=precision,
         rounds=rounds,
         peers={package: metadata.version(package) for module, package in PEERS.items() if find_spec(module)},
-        seconds=seconds,
-        graphs=graphs,
-        arithmetic=arithmetic,
         over={name: row.base for name, row in compared.items()},
-        peak_memory=memory,
-        weights=copies,
     )
-    measurement.publish(result, [_table(result)], out, console)
+    try:
+        for numbers in _measured(compared, made, rounds, place):
+            result |= numbers
+            measurement.write(result, out)
+    finally:  # also of what is interrupted
+        if "seconds" in result:
+            console.print(_table(result))
     return result
+
+
+def _measured(
+    compared: dict[str, Row], made: Callable[..., tuple[Step, nn.Module]], rounds: int, place: torch.device
+) -> Iterator[dict[str, Any]]:
+    """The numbers as they come: whole steps, their memory, CUDA graphs of them, and what they do besides passes."""
+    built = {name: made(row)[0] for name, row in compared.items()}
+    for seconds in measurement.in_turn(built, rounds, place, EVERY):
+        yield {"seconds": seconds}
+    built.clear()
+    memory = {}
+    for name, row in compared.items():
+        step, net = made(row)
+        memory[name] = measurement.peak(step, place, first=1 + EVERY)
+        yield {"peak_memory": memory, "weights": sum(p.numel() * p.element_size() for p in net.parameters())}
+        del step, net
+    if place.type == "cuda":
+        graphs = {name: replace(row, make=row.graph) for name, row in compared.items() if row.graph is not None}
+        built = {name: measurement.captured(made(row)[0], EVERY) for name, row in graphs.items()}
+        graphs_seconds = measurement.seconds_of(built, rounds, place)
+        yield {"graphs": {name: [t / EVERY for t in times] for name, times in graphs_seconds.items()}}
+        built.clear()
+    bare = {name: row for name, row in compared.items() if EXACT not in name}  # which goes back through a graph
+    built = {name: made(row, passes=False)[0] for name, row in bare.items()}
+    yield {"arithmetic": measurement.seconds_of(built, rounds, place, EVERY)}
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -261,24 +291,30 @@ def _table(result: dict[str, Any]) -> Table:
         "state included, over the base's, in copies of the weights. Arithmetic: a step less its passes, over AdamW's. "
         "Graph: ÷ base, each a CUDA graph.",
     )
-    middle = {name: statistics.median(times) for name, times in result["seconds"].items()}
-    own = {name: statistics.median(times) for name, times in result["arithmetic"].items()}
-    own = {name: time / own[ADAMW] for name, time in own.items()}
-    graphs = {name: statistics.median(times) for name, times in result["graphs"].items()}
-    graphs = {name: time / graphs[result["over"][name]] for name, time in graphs.items()}
+    over, memory = result["over"], result.get("peak_memory", {})
+    middle, own, graphs = (_medians(result.get(column, {})) for column in ("seconds", "arithmetic", "graphs"))
     for name, times in result["seconds"].items():
-        base = result["over"][name]
-        spread = f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}"
-        more = (result["peak_memory"][name] - result["peak_memory"][base]) / result["weights"]
-        ratios = (
+        base = over[name]
+        copies = (memory[name] - memory[base]) / result["weights"] if name in memory else None
+        table.add_row(
+            name,
+            f"{middle[name] * 1e3:.1f}",
+            f"{min(times) * 1e3:.1f} – {max(times) * 1e3:.1f}",
             f"{middle[name] / middle[base]:.2f}",
-            f"{more:+.1f}",
-            _cell(own, name, ".1f"),
-            _cell(graphs, name, ".2f"),
+            _cell(copies, "+.1f"),
+            _cell(_ratio(own, name, ADAMW), ".1f"),
+            _cell(_ratio(graphs, name, base), ".2f"),
         )
-        table.add_row(name, f"{middle[name] * 1e3:.1f}", spread, *ratios)
     return table
 
 
-def _cell(numbers: dict[str, float], name: str, form: str) -> str:
-    return format(numbers[name], form) if name in numbers else "–"
+def _medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _ratio(times: dict[str, float], name: str, base: str) -> float | None:
+    return times[name] / times[base] if name in times and base in times else None
+
+
+def _cell(number: float | None, form: str) -> str:
+    return "–" if number is None else format(number, form)

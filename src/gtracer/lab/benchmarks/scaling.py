@@ -42,10 +42,10 @@ def scaling(*, batch_size: int, rounds: int, device: str, precision: str, out: P
         steps = {
             name: optimizers.build(row, case.model, case.batch_size, place, precision)[0] for name, row in rows.items()
         }
-        found.append({**case._asdict(), "seconds": measurement.seconds_of(steps, rounds, place)})
+        found.append({**case._asdict(), "seconds": measurement.seconds_of(steps, rounds, place, optimizers.EVERY)})
         if place.type == "cuda":  # and without what it costs to start kernels
             graphs = {name: measurement.captured(step) for name, step in steps.items()}
-            found[-1]["graphs"] = measurement.seconds_of(graphs, rounds, place)
+            found[-1]["graphs"] = measurement.seconds_of(graphs, rounds, place, optimizers.EVERY)
             del steps, graphs
             torch.cuda.empty_cache()
     result = measurement.result_of("scaling", place, precision=precision, rounds=rounds, cases=found)

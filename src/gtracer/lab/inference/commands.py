@@ -19,50 +19,57 @@ def add(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
         help="the classes of examples and their probabilities, as csv",
-        description="Write for each example of a file or folder the class that a trained model gives it, and the "
-        "probability of every class; or the number that it predicts. Examples need no labels.",
+        description="Predict each example of a file or folder with a trained model: its class and the probability of "
+        "every class, or a number. Examples need no labels.",
         epilog="example: gtracer predict runs/mine photos/new --out predictions.csv",
     )
     _add_model(predict)
     predict.add_argument("examples", type=Path, metavar="DATA", help="file or folder, as the model was trained on")
     predict.add_argument(
-        "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="(default: predictions.csv)"
+        "--out",
+        type=Path,
+        default=Path("predictions.csv"),
+        metavar="FILE",
+        help="file to write (default: predictions.csv)",
     )
     predict.set_defaults(run=_predict)
 
     evaluate = commands.add_parser(
         "evaluate",
         help="accuracy, class by class, confusions and calibration of a trained model; or R² and errors",
-        description="Compare a trained model with labels: accuracy, precision and recall of each class, which are "
-        "taken for which, and how far the probabilities can be believed; of real numbers R² and errors. As JSON and "
-        "two pictures.",
+        description="Compare a trained model with labels, and write JSON and two pictures. For classes: accuracy, "
+        "precision and recall, confusions and calibration. For real numbers: R² and errors.",
         epilog="example: gtracer evaluate runs/mine photos/new",
     )
     _add_model(evaluate)
     evaluate.add_argument(
-        "examples", type=Path, nargs="?", metavar="DATA", help="with labels (default: the run's own test data)"
+        "examples", type=Path, nargs="?", metavar="DATA", help="labelled data (default: the run's own test data)"
     )
     evaluate.add_argument("--data", metavar="DIR", help="folder with the official files of the run's own task")
-    evaluate.add_argument("--out", type=Path, metavar="DIR", help="(default: evaluation, in the run's folder)")
+    evaluate.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write to (default: evaluation, in the run's folder)"
+    )
     evaluate.set_defaults(run=_evaluate)
 
     export = commands.add_parser(
         "export",
         help="a trained model in formats that other programs read",
         description="Write a trained model as ONNX, as TorchScript, or as a folder of Hugging Face's transformers. It "
-        "takes what preprocessing gives (model.json says what that is), and gives logits, or the number that is "
-        "predicted. What was written is read again and compared with the model.",
+        "takes preprocessed inputs (model.json describes them) and returns logits, or the predicted number. The "
+        "export is read again and compared with the model.",
         epilog="example: gtracer export runs/mine --format onnx",
     )
     _add_model(export)
-    export.add_argument("--format", choices=FORMATS, default="onnx", help="(default: onnx)")
-    export.add_argument("--out", type=Path, metavar="PATH", help="(default: model.onnx, model.pt or hf, beside it)")
+    export.add_argument("--format", choices=FORMATS, default="onnx", help="format to write (default: onnx)")
+    export.add_argument(
+        "--out", type=Path, metavar="PATH", help="file or folder to write (default: model.onnx, model.pt or hf in RUN)"
+    )
     export.set_defaults(run=_export)
 
     errors = commands.add_parser(
         "find-label-errors",
-        help="which training labels are likely wrong, by a trained model",
-        description="Rank a run's training examples by how likely their label is wrong: by cleanlab's confident "
+        help="training examples that are likely mislabelled",
+        description="Rank a run's training examples by how likely they are mislabelled, with cleanlab's confident "
         "learning on the probabilities of the run's own model, or of models that have not seen them.",
         epilog="example: gtracer find-label-errors runs/mine",
     )
@@ -75,30 +82,34 @@ def add(commands: Any) -> None:
         help="judge each part of the data by a model trained on the others (default: 1, the run's model judges all)",
     )
     errors.add_argument(
-        "--retrain", action="store_true", help="and train on what is left without them, into cleaned, in that folder"
+        "--retrain",
+        action="store_true",
+        help="train once more without the flagged examples, into cleaned in that folder",
     )
     errors.add_argument("--data", metavar="DIR", help="folder with the official files of the run's own task")
-    errors.add_argument("--out", type=Path, metavar="DIR", help="(default: label-errors, in the run's folder)")
+    errors.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write to (default: label-errors, in the run's folder)"
+    )
     errors.set_defaults(run=_find_label_errors)
     _add_sharpness(commands)
 
 
 # What `measure` takes, with its own defaults.
 COUNTS = {
-    "top": (at_least_one, 3, "of the largest eigenvalues"),
+    "top": (at_least_one, 3, "number of largest eigenvalues"),
     "steps": (
         at_least_one,
         40,
-        "of Lanczos' method, at most; each is a pass over the examples, of some training passes",
+        "most steps of Lanczos' method; each is a pass over the examples that costs some training passes",
     ),
     "probes": (whole, 8, "random vectors for the trace; 0: no trace"),
     "samples": (whole, 8, "pairs of random displacements for the expected sharpness; 0: none"),
-    "ascent": (whole, 8, "gradients on the way to the worst point of a ball; 0: none"),
+    "ascent": (whole, 8, "gradient steps to the worst point of a ball; 0: none"),
 }
 LENGTHS = {
-    "sigma": (0.01, "of random displacements"),
+    "sigma": (0.01, "standard deviation of the random displacements"),
     "adaptive-sigma": (0.1, "the same in units of |w|"),
-    "radius": (0.05, "of the ball"),
+    "radius": (0.05, "radius of the ball"),
     "adaptive-radius": (0.5, "the same in units of |w|"),
 }
 
@@ -106,18 +117,18 @@ LENGTHS = {
 def _add_sharpness(commands: Any) -> None:
     command = commands.add_parser(
         "sharpness",
-        help="how sharp the minima are that runs have found",
+        help="sharpness of the minima that runs have found",
         description="Measure how sharp the loss is at trained models: eigenvalues, traces and spectral densities of "
-        "Hessian and Gauss-Newton matrix, expected and worst rises around the weights, TRACER's T; on some of their "
-        "training examples, with the labels that they were trained on. Print a table, of several models side by side, "
-        "and leave numbers and figures in each one's folder.",
+        "the Hessian and the Gauss-Newton matrix, expected and worst rises around the weights, and TRACER's T. It uses "
+        "some of the training examples, with the labels of the training. Print a table with a column for each model, "
+        "and write numbers and figures into each run's folder.",
         epilog="example: gtracer sharpness runs/sgd runs/tracer --landscape --between",
     )
     command.add_argument(
         "models",
         nargs="+",
         metavar="RUN",
-        help="folder that gtracer train wrote to, or MODULE:FUNCTION giving a model, its loss of a batch, and batches",
+        help="folder that gtracer train wrote to, or MODULE:FUNCTION that returns model, loss of a batch, batches",
     )
     command.add_argument(
         "--last", action="store_true", help="the last epoch's weights (default: the best by held-out data)"
@@ -125,29 +136,40 @@ def _add_sharpness(commands: Any) -> None:
     command.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, mps, … or auto (default: auto)")
     command.add_argument("--data", metavar="DIR", help="folder with the official files of the runs' own task")
     command.add_argument(
-        "--examples", type=at_least_one, default=1000, metavar="N", help="at most so many (default: 1000)"
+        "--examples", type=at_least_one, default=1000, metavar="N", help="most examples to measure on (default: 1000)"
     )
     command.add_argument(
-        "--batch-size", type=at_least_one, metavar="N", help="m of m-sharpness, too (default: that of training)"
+        "--batch-size",
+        type=at_least_one,
+        metavar="N",
+        help="examples in a batch, the m of m-sharpness (default: that of training)",
     )
-    command.add_argument("--split", choices=("train", "test"), default="train", help="whose examples (default: train)")
+    command.add_argument(
+        "--split", choices=("train", "test"), default="train", help="data to measure on (default: train)"
+    )
     for name, (kind, default, text) in COUNTS.items():
         command.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     for name, (length, text) in LENGTHS.items():
         command.add_argument(
             f"--{name}", type=above_zero, default=length, metavar="X", help=f"{text} (default: {length})"
         )
-    command.add_argument("--landscape", action="store_true", help="the loss along a line and on two planes, too")
+    command.add_argument("--landscape", action="store_true", help="also draw the loss along a line and on two planes")
     command.add_argument(
-        "--points", type=at_least_one, default=21, metavar="N", help="of a landscape, along each axis (default: 21)"
+        "--points",
+        type=at_least_one,
+        default=21,
+        metavar="N",
+        help="points of a landscape along each axis (default: 21)",
     )
     command.add_argument(
-        "--reach", type=above_zero, default=1.0, metavar="X", help="of a landscape, to both sides (default: 1.0)"
+        "--reach", type=above_zero, default=1.0, metavar="X", help="reach of a landscape to both sides (default: 1.0)"
     )
     command.add_argument(
-        "--between", action="store_true", help="the loss from the first model to each of the others, too"
+        "--between", action="store_true", help="also draw the loss from the first model to each of the others"
     )
-    command.add_argument("--out", type=Path, metavar="DIR", help="(default: sharpness, in each run's folder)")
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write to (default: sharpness, in each run's folder)"
+    )
     command.set_defaults(run=_sharpness)
 
 

@@ -104,8 +104,8 @@ def load(run: str | Path, *, device: str = "auto", last: bool = False) -> Traine
 
     Args:
         run: Its folder.
-        device: Where to compute.
-        last: The last epoch's weights, where the best ones by held-out data are others.
+        device: Device to compute on.
+        last: Load the last epoch's weights instead of the best ones by held-out data.
     """
     folder, place = Path(run), device_of(device)
     built, about = saved.read(folder, last=last)

@@ -35,7 +35,7 @@ class Captured:
         device = device_of(config.device)
         self.rate = torch.tensor(config.lr, device=device)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self.run = Run(config, task=task, count=self.count, lr=self.rate, **_own_arguments(config, device))
+        self.run = Run(config, task=task, lr=self.rate, **_own_arguments(config, device))
         if isinstance(getattr(self.run.train_batch, "x", None), Items):
             raise LabError("data that is read for each batch cannot be captured as CUDA graphs: use --engine local")
         # Its own random numbers: those of the device are everybody's.
@@ -62,16 +62,10 @@ class Captured:
             self.sums.copy_(torch.tensor(list(run.sums.values()), dtype=torch.float64))
         for shape in list(zip(run.sizes, widths, strict=True))[run.step :]:
             done = self._count()
-            self.stream.do((*shape, done % run.config.interval, self._looks), partial(self._step, *shape))
+            self.stream.do((*shape, done % run.config.interval), partial(self._step, *shape))
             run.step += 1
             if run.step % TURN == 0:
                 yield
-
-    @property
-    def _looks(self) -> bool:
-        """Whether the next step looks at held-out data, which is another graph."""
-        optimizer = self.run.optimizer
-        return isinstance(optimizer, TwoPassOptimizer) and optimizer.looks_at_held_out
 
     def _count(self) -> int:
         """How many steps are made; the optimiser is told, since a replay does not count."""

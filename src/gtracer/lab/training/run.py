@@ -26,7 +26,6 @@ from gtracer.lab.training import optimizers
 from gtracer.lab.training.average import Average
 from gtracer.lab.training.device import device_of
 from gtracer.lab.training.distributed import ProcessGroup
-from gtracer.lab.training.held_out import FEWEST, HeldOut
 from gtracer.lab.training.schedule import learning_rate_factor
 from gtracer.optim import RhoScheduler, TwoPassOptimizer, linear_warmup
 
@@ -56,7 +55,6 @@ class Run:
         config: Config,
         processes: ProcessGroup | None = None,
         task: Task | None = None,
-        count: Tensor | None = None,
         **own: Any,
     ) -> None:
         """Make it.
@@ -65,7 +63,6 @@ class Run:
             config: Decides everything.
             processes: The processes that share it, if there are others.
             task: Its data, where that is not just what the configuration says.
-            count: Of the steps made, where a CUDA graph counts them.
             **own: Arguments of torch's optimiser beside those of the configuration.
         """
         self.config = config
@@ -120,9 +117,6 @@ class Run:
         self.steps_an_epoch = len(self.sizes)
         if isinstance(self.optimizer, TwoPassOptimizer):
             self.optimizer.steps_per_epoch = self.steps_an_epoch
-            held_out = task.holdout
-            if held_out is not None and len(held_out.labels) >= FEWEST and self.optimizer.sets_rho:
-                self.optimizer.held_out = HeldOut(self, held_out, self.optimizer.held_out_every, count)
         total = self.steps_an_epoch * config.epochs
         factor = learning_rate_factor(config.schedule, round(config.warmup * total), total)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
