@@ -24,6 +24,7 @@ from gtracer.tensors import Tensors
 
 RHO = 3e-3  # for training from scratch, with δ ≫ f: docs/explanation/defaults.md
 RHO_FINE_TUNING = 6e-5  # for encoders that were trained before, which learn next to nothing with half of RHO: there too
+RHO_ADAPTERS = 2e-4  # for adapters beside frozen weights: there too
 BETA = 0.1
 DELTA = 1e-2
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from gtracer.optim import Clip
 from gtracer.optim.auto import AUTO
-from gtracer.penalty import RHO_FINE_TUNING
+from gtracer.penalty import RHO_ADAPTERS, RHO_FINE_TUNING
 
 Settings = dict[str, Any]
 
@@ -35,6 +35,14 @@ def fine_tuning() -> Settings:
     1.5e-5 to 2e-4 (docs/explanation/defaults.md; records/superglue).
     """
     return {"rho": RHO_FINE_TUNING, "clip": Clip(norm=1.0)}
+
+
+def adapters() -> Settings:
+    """For LoRA and its like beside frozen weights: ρ 0.0002, and the total's norm clipped to 1.
+
+    From a small net on digits (docs/explanation/defaults.md); a language model's were not searched.
+    """
+    return {"rho": RHO_ADAPTERS, "clip": Clip(norm=1.0)}
 
 
 def cifar() -> Settings:

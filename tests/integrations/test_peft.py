@@ -8,7 +8,9 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 from gtracer import AdamWTracer, SGDTracer  # noqa: E402
+from gtracer.integrations.transformers import PenaltyTrainer  # noqa: E402
 from gtracer.optim.masters import REST, joined  # noqa: E402
+from gtracer.penalty import RHO_ADAPTERS  # noqa: E402
 from support.trainers import TRACER, Watched, bert, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -42,6 +44,18 @@ def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, name):
     torch.testing.assert_close(found, parameters_to_vector(params).detach(), rtol=1e-6, atol=1e-8)
     assert all(map(torch.equal, frozen, [p for p in model.parameters() if not p.requires_grad]))
     assert made.optimizer.optimizer.stats.penalty_ratio > 0
+
+
+@pytest.mark.parametrize("given", [None, {"rho": 1e-3}])
+def test_rho_is_that_of_adapters(tmp_path, given):
+    expected = {(given or {}).get("rho", RHO_ADAPTERS)}
+    own = {"words": {"tracer": given}, "label_names": ["labels"], "num_train_epochs": 1}
+    _, made = trained(tmp_path, model=adapted("lora"), **own)
+    assert {group["rho"] for group in made.optimizer.optimizer.param_groups} == expected
+    model = adapted("lora")
+    model.base_model.model.set_attn_implementation("eager")
+    _, made = trained(tmp_path, PenaltyTrainer, model=model, **own)
+    assert {group["rho"] for group in made.penalty.param_groups} == expected
 
 
 def test_adapters_in_bfloat16():

@@ -18,7 +18,7 @@ from transformers import Trainer
 
 from gtracer.integrations.records import held
 from gtracer.optim import AdamWTracer, Tracer, TwoPassOptimizer
-from gtracer.penalty import RHO_FINE_TUNING, TracerPenalty
+from gtracer.penalty import RHO_ADAPTERS, RHO_FINE_TUNING, TracerPenalty
 from gtracer.scopes import second_pass
 
 ADAMW = ("adamw_torch", "adamw_torch_fused")
@@ -69,12 +69,12 @@ class TracerMixin(_MeanLoss):
 
     Args:
         *args: The Trainer's.
-        tracer: Options of `AdamWTracer`, such as `{"rho": 2e-4}`. The default ρ is 6e-5, for fine-tuning; a
-            model trained from scratch needs about 0.003. Learning rate, betas, eps and weight decay are those of the
-            TrainingArguments. What else their `optim` names (`sgd`, `rmsprop`, `adagrad`, `adafactor`) is wrapped by
-            `Tracer`, of which these are then options; `hyperparameter_search` searches `tracer_rho`, `tracer_delta`
-            and `tracer_beta` beside the Trainer's own. For another optimiser of gtracer pass `optimizers` or
-            `optimizer_cls_and_kwargs`.
+        tracer: Options of `AdamWTracer`, such as `{"rho": 1e-4}`. The default ρ is 6e-5, for fine-tuning, and 2e-4 for
+            PEFT's adapters; a model trained from scratch needs about 0.003. Learning rate, betas, eps and weight decay
+            are those of the TrainingArguments. What else their `optim` names (`sgd`, `rmsprop`, `adagrad`,
+            `adafactor`) is wrapped by `Tracer`, of which these are then options; `hyperparameter_search` searches
+            `tracer_rho`, `tracer_delta` and `tracer_beta` beside the Trainer's own. For another optimiser of gtracer
+            pass `optimizers` or `optimizer_cls_and_kwargs`.
         **kwargs: The Trainer's.
     """
 
@@ -87,7 +87,7 @@ class TracerMixin(_MeanLoss):
         super().__init__(*args, **kwargs)
         if self._has_its_own() and tracer is not None:
             raise ValueError(f"tracer = {tracer!r} beside an optimizer of your own, which has its options already")
-        self._tracer = {"rho": RHO_FINE_TUNING} | (tracer or {})
+        self._tracer = {"rho": _rho_for(self.model)} | (tracer or {})
         self._tracer.pop("model", None)  # it comes with the first step
         for name in SEARCHED.keys() - {field.name for field in fields(self.args)}:
             setattr(self.args, name, None)  # a search sets nothing that is not there
@@ -208,6 +208,11 @@ class TracerMixin(_MeanLoss):
         return {} if stats is None else {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
 
 
+def _rho_for(model: Any) -> float:
+    """Where nothing is said of it: to fine-tune all of a model, or adapters."""
+    return RHO_ADAPTERS if getattr(model, "peft_config", None) else RHO_FINE_TUNING
+
+
 def _listed(rhos: list[Any]) -> str:
     return ", ".join(str(rho) for rho in dict.fromkeys(rhos))
 
@@ -239,14 +244,14 @@ class PenaltyMixin(_MeanLoss):
     penalty: TracerPenalty | None = None
 
     def __init__(self, *args: Any, tracer: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._penalty_options = {"rho": RHO_FINE_TUNING} | (tracer or {})
+        self._penalty_options = tracer or {}
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer does, and the penalty with it."""
         if self.penalty is None or self.optimizer is None:  # a new model comes without optimiser
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            self.penalty = TracerPenalty(trained, **self._penalty_options)
+            self.penalty = TracerPenalty(trained, **{"rho": _rho_for(self.model)} | self._penalty_options)
         return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

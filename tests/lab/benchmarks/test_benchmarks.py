@@ -265,7 +265,7 @@ def test_loading_reads_every_image_once_in_both_ways(tmp_path, capsys, monkeypat
 def test_fine_tuning_is_printed_and_written_as_measured(tmp_path, monkeypatch, capsys):
     """Every row over its own base; memory in copies of what that base trains."""
     memory = iter(range(1_000_000, 100_000_000, 1_000_000))
-    monkeypatch.setattr(measurement, "peak", lambda step, device, state: next(memory))
+    monkeypatch.setattr(measurement, "peak", lambda step, device, first: next(memory))
     monkeypatch.setenv("COLUMNS", "140")
     out = tmp_path / "bench.json"
     words = ["bench", "fine-tuning", "--model", "llama-tiny", "--rounds", "1", "--batch-size", "2", "--device", "cpu"]
