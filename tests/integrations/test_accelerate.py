@@ -63,9 +63,10 @@ def steps_of_both(make, accumulate, clip, precision):
     model, optimizer = accelerator.prepare(net, make(net.parameters()))
     passes, data = Passes(accelerator, model, optimizer), batches(dtype)
     torch.manual_seed(2)
+    losses = []
     for x, y in data:
         with accelerator.accumulate(model):
-            passes(lambda x, y: cross_entropy(model(x), y), x, y)
+            losses.append(passes(lambda x, y: cross_entropy(model(x), y), x, y))
             if clip and accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -91,6 +92,9 @@ def steps_of_both(make, accumulate, clip, precision):
     torch.testing.assert_close(list(net.parameters()), list(twin.parameters()))
     torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()))
     assert optimizer.optimizer.steps == 6 // accumulate
+    if opt.interval == 1:  # a ρ that sets itself learns of it
+        mean = torch.stack(losses[-accumulate:]).mean().item()
+        assert optimizer.optimizer.stats.loss == pytest.approx(mean, rel=1e-3)
 
 
 def test_another_optimiser_is_refused():

@@ -74,6 +74,8 @@ def test_the_trainer_makes_the_steps_of_a_closure(tmp_path, accumulation):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     assert made.state.global_step == 6 // accumulation
     torch.testing.assert_close(logged(made, "loss", "trace_ratio", "penalty_ratio"), stats, rtol=1e-4, atol=0)
+    own = made.optimizer.optimizer.stats.loss  # which a ρ that sets itself learns of
+    assert own == pytest.approx(logged(made, "loss")[-1][0].item(), rel=1e-4)
 
 
 def checkpoint(kind):

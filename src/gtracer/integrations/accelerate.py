@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -39,6 +40,7 @@ class Passes:
             raise ValueError(f"optimizer must be one of gtracer, or prepared from one, got {type(opt).__name__}")
         self._accelerator, self._model, self._opt = accelerator, model, opt
         self._window: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+        self._losses: list[Tensor] = []
         if opt.model is None:
             opt.model = model
 
@@ -53,11 +55,14 @@ class Passes:
             self._opt.zero_grad()  # Accelerate's does nothing between two synchronisations; random numbers begin here
         self._window.append((loss_of, batch))
         loss = loss_of(*batch)
+        self._losses.append(loss.detach())
         self._accelerator.backward(loss)
         if self._accelerator.sync_gradients:
             window, self._window = self._window, []
+            mean = torch.stack(self._losses).mean()
+            self._losses.clear()
             for _ in range(self._opt.second_pass_due * (1 + self._opt.is_central)):
-                with self._opt.perturbed(scaler=self._accelerator.scaler):
+                with self._opt.perturbed(scaler=self._accelerator.scaler, loss=mean):
                     self._again(window)
         return loss.detach()
 

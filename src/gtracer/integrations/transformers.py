@@ -94,6 +94,7 @@ class TracerMixin(_MeanLoss):
         if not self._has_its_own():
             self._check_optim()
         self._window: list[tuple[dict[str, Any], Any]] = []  # micro-batches of the step under way
+        self._losses: list[Tensor] = []  # of them
         self._prepared: list[Any] = []  # as the model is given them
         self._again: Any = None  # what the second pass is to be given next
 
@@ -158,11 +159,13 @@ class TracerMixin(_MeanLoss):
             opt.zero_grad()  # also where random numbers begin
         self._window.append((inputs, num_items_in_batch))
         loss = self._plain_step(model, inputs, num_items_in_batch)
+        self._losses.append(loss.detach())
         if self.accelerator.sync_gradients:
             try:
                 if opt.second_pass_due:
-                    self._second_pass(model, opt)
+                    self._second_pass(model, opt, torch.stack(self._losses).sum())
             finally:
+                self._losses.clear()
                 self._window.clear()
                 self._prepared.clear()
         return loss
@@ -181,9 +184,9 @@ class TracerMixin(_MeanLoss):
         if not second_pass():
             super().log(logs, *args, **kwargs)
 
-    def _second_pass(self, model: nn.Module, opt: TwoPassOptimizer) -> None:
+    def _second_pass(self, model: nn.Module, opt: TwoPassOptimizer, loss: Tensor) -> None:
         for _ in range(1 + opt.is_central):
-            with held(self), opt.perturbed(scaler=self.accelerator.scaler):
+            with held(self), opt.perturbed(scaler=self.accelerator.scaler, loss=loss):
                 for i, (inputs, count) in enumerate(self._window):
                     last = i == len(self._window) - 1
                     self._again = self._prepared[i] if i < len(self._prepared) else None

@@ -2,9 +2,9 @@
 
 Two things make a penalty ruin a net that trains well without it. Where it is many times the gradient in the first
 steps, as in a net with batch norm, the last layer's units die and nothing brings them back: so ρ is zero at first, can
-only rise slowly, and ‖ρ∇T‖ is never more than twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ
-stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and
-moves by it.
+only rise slowly, and ‖ρ∇T‖ is never more than three times ‖∇L‖. And where a net has more to learn, it slows that down:
+so ρ stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`),
+and moves by it.
 
 The angle between ∇L and ∇T tells what the gap is made of. Confidently predicted examples that are mislabelled have a
 large gradient and hardly any curvature, so where these dominate the two do not point the same way. Where they do, what
@@ -60,13 +60,13 @@ class Controller:
     held_out: Callable[[], Tensor] | None = None
     steps_per_epoch: int | None = None
     start: float = 1e-5
-    high: float = 1e-2
+    high: float = 3e-2
     wait: int = 20
     rise: int = 80
     aligned: tuple[float, float] = (0.6, 0.7)
     opposed: float = -0.1
     retreat: float = 0.8
-    most: float = 2.0
+    most: float = 3.0
     on_device: bool = False
 
     def __post_init__(self) -> None:

@@ -79,8 +79,8 @@ class Sawtooth:
     spent: float = 0.5
 
     size = 11
-    opens = (0.05, 0.15)
-    closed = 0.01
+    opens = (0.1, 0.2)
+    closed = 0.02
     pace = 1.6
     steepness = 35.0
     fall = 0.35
