@@ -120,7 +120,7 @@ def test_a_captured_step(cls, own, dtype, tolerance, monkeypatch):
         own = {"rho": 0.003} | own
         opt = cls(model.parameters(), lr=lr, delta=0.01, model=model, nonfinite="ignore", **own)
         if opt.sets_rho:  # so that it is another in every step
-            opt.controller = replace(opt.controller, start=0.003, high=1.0, wait=1, rise=8, steps_per_epoch=4)
+            opt.controller = replace(opt.controller, start=0.003, wait=1, rise=8, steps_per_epoch=4)
         opt.prepare_capture()
         inputs, labels = x[0].clone(), y[0].clone()
 

@@ -97,7 +97,7 @@ class Twin:
     def decide(self, loss):
         if not self.weight:
             return
-        error, cosine = 0.25 * math.sqrt(self.variance), self.cosine / self.weight
+        error, cosine = math.sqrt(self.variance), self.cosine / self.weight
         low, high = max(0, self.gap - error), max(0, self.gap + error)
         rises = min(1, max(0, (low / (low + loss) - 0.1) / 0.1)) * min(1, max(0, (0.7 - cosine) / 0.1))
         falls = min(0.35, max(0, 35 * (0.02 - high / (high + loss))))
@@ -176,13 +176,13 @@ def test_the_first_steps_are_the_base_optimisers():
     assert len(calls) == 20
 
 
-def test_the_penalty_is_never_more_than_three_times_the_gradient():
+def test_the_penalty_is_never_more_than_twice_the_gradient():
     model = net()
     opt = MAKERS["sgd"](model)
     opt.param_groups[0]["rho"] = 100.0  # as if it had risen so far
     (x, y), *_ = batches(1)
     opt.step(lambda: cross_entropy(model(x), y))
-    assert opt.stats.penalty_ratio == pytest.approx(3.0, rel=1e-9)
+    assert opt.stats.penalty_ratio == pytest.approx(2.0, rel=1e-9)
     fixed = MAKERS["sgd"](net(), rho=100.0)
     fixed.step(lambda: cross_entropy(fixed.model(x), y))
     assert fixed.stats.penalty_ratio > 100  # a number is Algorithm 1 to the letter
@@ -294,7 +294,7 @@ def test_a_spike_at_the_beginning_of_an_epoch_is_no_drop_before_it():
     assert found > math.log(1e-4)
 
 
-@pytest.mark.parametrize("amplitude", [0.1, 0.5, 1.0, 8.0])
+@pytest.mark.parametrize("amplitude", [0.02, 0.1, 0.5, 8.0])
 def test_a_drop_less_than_its_error_moves_nothing(amplitude):
     """In closed form: scatter of this size around the line of each epoch, which leaves the line as it is."""
     x = np.arange(8.0)
@@ -303,9 +303,9 @@ def test_a_drop_less_than_its_error_moves_nothing(amplitude):
     scatter *= amplitude
     losses = np.array(sawtooth(0.0, 0.6, level=4.0, epochs=2)) + np.tile(np.r_[0, 0, scatter], 2)
     error = math.sqrt((scatter**2).sum() / 6 / 0.42)  # Σ (x − x̄)² = 42 steps², of which 10 are the unit
-    low = max(0.0, 0.6 - 0.25 * error)
+    low = max(0.0, 0.6 - error)
     moved = 1.6 * min(1, max(0, (low / (low + 3.4) - 0.1) / 0.1))
-    assert (moved > 0) == (amplitude < 0.7)
+    assert (moved > 0) == (amplitude < 0.11)
     assert followed(losses.tolist(), 1e-4, steps_per_epoch=10) == pytest.approx(math.log(1e-4) + moved, abs=1e-5)
 
 
@@ -513,7 +513,7 @@ def test_in_parts_it_moves_too(held):
         opt.param_groups[0]["rho"] = 100.0
         if words is None:
             opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)
-            assert opt.stats.penalty_ratio == pytest.approx(3.0, rel=1e-6)
+            assert opt.stats.penalty_ratio == pytest.approx(2.0, rel=1e-6)
 
 
 def test_a_parameter_that_is_not_always_there():

@@ -2,9 +2,9 @@
 
 Two things make a penalty ruin a net that trains well without it. Where it is many times the gradient in the first
 steps, as in a net with batch norm, the last layer's units die and nothing brings them back: so ρ is zero at first, can
-only rise slowly, and ‖ρ∇T‖ is never more than three times ‖∇L‖. And where a net has more to learn, it slows that down:
-so ρ stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`),
-and moves by it.
+only rise slowly, and ‖ρ∇T‖ is never more than twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ
+stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and
+moves by it.
 
 The angle between ∇L and ∇T tells what the gap is made of. Confidently predicted examples that are mislabelled have a
 large gradient and hardly any curvature, so where these dominate the two do not point the same way. Where they do, what
@@ -47,7 +47,6 @@ class Controller:
         held_out: Gives the loss of a held-out batch.
         steps_per_epoch: Steps until an example comes back; None where nobody knows.
         start: ρ at first, which is also the lowest.
-        high: The highest.
         wait, rise: Steps at ρ = 0, and those over which ρ then rises to its start.
         aligned: cos(∇L, ∇T) up to which ρ rises in full, and from which it does not rise.
         opposed: The cosine at which ρ falls by `retreat` and does not rise; between it and zero in proportion.
@@ -60,13 +59,12 @@ class Controller:
     held_out: Callable[[], Tensor] | None = None
     steps_per_epoch: int | None = None
     start: float = 1e-5
-    high: float = 3e-2
     wait: int = 20
     rise: int = 80
     aligned: tuple[float, float] = (0.6, 0.7)
     opposed: float = -0.1
     retreat: float = 0.8
-    most: float = 3.0
+    most: float = 2.0
     on_device: bool = False
 
     def __post_init__(self) -> None:
@@ -147,7 +145,7 @@ class Controller:
         rises = rises * (1 - against)
         fall = torch.maximum((gap.steepness * (gap.closed - high)).clamp(0, gap.fall), self.retreat * against)
         moved = gap.pace * rises - fall
-        moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), math.log(self.high) - log_rho)
+        moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), math.log(gap.high) - log_rho)
         moved = torch.where(torch.isfinite(moved), moved, 0.0)  # there is nothing to decide by yet
         gap.spend(concluded, torch.where(moved > 0, rises, 0.0))
         return moved

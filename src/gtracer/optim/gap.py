@@ -33,6 +33,7 @@ class Gap(Protocol):
         closed: Below which it falls.
         pace: By how much log ρ rises at most in one decision.
         steepness, fall: By how much it falls for each unit below `closed`, and at most.
+        high: The highest ρ.
     """
 
     size: int
@@ -41,6 +42,7 @@ class Gap(Protocol):
     pace: float
     steepness: float
     fall: float
+    high: float
 
     def observe(self, numbers: Tensor, step: Step, count: Count) -> None:
         """Take in a step; nobody waits for the device."""
@@ -75,7 +77,7 @@ class Sawtooth:
     forgotten: float = 0.25
     full: int = 20
     settles: float = 0.2
-    doubt: float = 0.25
+    doubt: float = 1.0
     spent: float = 0.5
 
     size = 11
@@ -84,6 +86,7 @@ class Sawtooth:
     pace = 1.6
     steepness = 35.0
     fall = 0.35
+    high = 3e-2
 
     # The numbers: sums over the epoch under way (of 1, x, x², L, L x, L², where x is the place in the epoch, from −1/2
     # to 1/2), then what the epochs before have left (how many there were; the loss at the end and in the middle of the
@@ -161,6 +164,7 @@ class HeldOut:
     pace = 2.3
     steepness = 3.0
     fall = 2.3
+    high = 1e-2
 
     # The numbers: average and weight, of the training loss and of the held-out one.
 
