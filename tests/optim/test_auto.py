@@ -339,6 +339,22 @@ def test_an_epoch_of_which_little_was_seen(seen):
     assert (opt.param_groups[0]["rho_log"] > math.log(1e-5)) == (seen == 4)
 
 
+@pytest.mark.parametrize("returned", [None, "what the closure likes"])
+def test_a_closure_that_returns_no_loss(returned):
+    """It calls backward() itself: nothing is learnt of it, and nothing breaks."""
+    model = net()
+    opt = MAKERS["sgd"](model, steps_per_epoch=EPOCH)
+
+    def closure():
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        return returned
+
+    for x, y in batches(40):  # noqa: B007
+        opt.step(closure)
+    assert opt.param_groups[0]["rho_log"] == math.log(1e-5)
+
+
 def test_nothing_to_learn_of_leaves_the_base_optimiser():
     """At ρ = 0, at the price of one pass; it is told once what is missing, and works as soon as it is said."""
     model = net()

@@ -186,7 +186,7 @@ def test_they_make_the_steps_of_many_kernels(cls, clip, interpreted):
         assert kinds.pop(REST) == torch.int16
         assert set(kinds.values()) == {torch.float32}
     twin = network().float()
-    opt = cls(twin.parameters(), rho=0.01, delta=0.05, model=twin, **own)
+    opt = cls(twin.parameters(), rho=0.01, delta=0.05, model=twin, implementation="foreach", **own)
     for i in range(12):
         x, y = batch(i)
         opt.step(lambda x=x, y=y: cross_entropy(twin(x.float()), y))

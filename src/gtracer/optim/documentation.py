@@ -36,7 +36,8 @@ implementation: `"auto"`: two kernels on a GPU if they can make the step, and to
     or an error that says why not.
 master_weights: Of weights in bfloat16: keep sixteen bits more of each in the state, whose float32 the update and its
     state then are. Without them weights and state are in bfloat16, as torch's are, and rounded up or down by chance.
-steps_per_epoch: For `rho="auto"`: steps until an example comes back, `len(loader)` mostly. Without it ρ rises later.
+steps_per_epoch: For `rho="auto"`: steps until an example comes back, `len(loader)` mostly. Without it, and without
+    `held_out`, ρ stays at 0.
 held_out: For `rho="auto"`: a function that returns the loss of a held-out batch, whose labels are as noisy as the
     rest. It is called every tenth step, without gradients, with frozen statistics and replayed random numbers. ρ then
     follows this loss instead of `steps_per_epoch`.""",

@@ -99,12 +99,14 @@ class Sawtooth:
 
     def observe(self, numbers: Tensor, step: Step, count: Count) -> None:
         place = count % self.steps
-        if step.loss is None or (isinstance(place, int) and place < int(self.settles * self.steps)):
+        settled = int(self.settles * self.steps)
+        known = step.loss
+        if known is None or known.numel() != 1 or (isinstance(place, int) and place < settled):
             return
-        loss = step.loss.to(numbers).reshape(())
+        loss = known.to(numbers).reshape(())
         at = (place + 0.5) / self.steps - 0.5
         x = at.to(loss) if isinstance(at, Tensor) else torch.full_like(loss, at)  # nobody waits for a fill
-        counts = (loss.abs() < torch.inf) & (place >= int(self.settles * self.steps))  # NaN may be found later
+        counts = (loss.abs() < torch.inf) & (place >= settled)  # a NaN may be found later
         row = torch.stack([torch.ones_like(loss), x, x * x, loss, loss * x, loss * loss])
         numbers[:6] += torch.where(counts, row, 0.0)
 
@@ -192,7 +194,7 @@ class HeldOut:
 
 def follow(average: Tensor, value: Tensor | None, kept: float) -> None:
     """Let an average, and the weight of all that went into it, follow a value, if there is one and it is finite."""
-    if value is None:
+    if value is None or value.numel() != 1:
         return
     now = value.detach().to(average).reshape(())
     new = torch.lerp(torch.stack([now, torch.ones_like(now)]), average, kept)
