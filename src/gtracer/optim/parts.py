@@ -13,6 +13,7 @@ Parts = list[tuple[float, tuple[Any, ...]]]  # shares of a batch and their examp
 def split(batch: tuple[Any, ...], size: int) -> Parts:
     """Micro-batches of `size` examples, each with its share of the batch; the last may be smaller.
 
+    >>> import torch
     >>> split((torch.arange(3),), 2)
     [(0.6666666666666666, (tensor([0, 1]),)), (0.3333333333333333, (tensor([2]),))]
     """
@@ -40,6 +41,7 @@ def examples_of(batch: tuple[Any, ...], who: str) -> int:
 def shared(batches: Sequence[Any]) -> Parts:
     """Micro-batches, each with its share of all examples: counted along the first axis of its tensors.
 
+    >>> import torch
     >>> shared([torch.zeros(1, 5), (torch.zeros(3, 5), torch.zeros(3))])[1][0]
     0.75
     """

@@ -182,7 +182,7 @@ def fine_tuning(
         trained[name] = sum(p.numel() * p.element_size() for p in params)
         numbers = sum(p.numel() for p in params)
         del step, params
-        console.print(f"{name}: {numbers / 1e6:.1f} million weights trained", highlight=False)
+        console.out(f"{name}: {numbers / 1e6:.1f} million weights trained", highlight=False)
     built = {name: build(row, model, batch_size, place)[0] for name, row in compared.items()}
     seconds = measurement.seconds_of(built, rounds, place)
     result = measurement.result_of(
