@@ -67,15 +67,19 @@ class Twin:
     def __init__(self, steps):
         self.steps, self.first = steps, int(0.2 * steps)
         self.log_rho, self.count = math.log(1e-5), 0
-        self.losses, self.cosine, self.weight = [], 0.0, 0.0
+        self.losses, self.cosine, self.ratio, self.weight, self.room = [], 0.0, 0.0, 0.0, 0.0
         self.end = self.gap = self.variance = None
 
     def rho(self):
         return math.exp(self.log_rho) * min(1, max(0, (self.count - 20) / 80))
 
-    def note(self, loss, cosine):
+    def limit(self):
+        return 2 * math.exp(self.room)
+
+    def note(self, loss, cosine, ratio):
         if not math.isnan(cosine):
             self.cosine, self.weight = 0.95 * self.cosine + 0.05 * cosine, 0.95 * self.weight + 0.05
+            self.ratio = 0.95 * self.ratio + 0.05 * ratio
         self.losses.append(loss)
         self.count += 1
         if len(self.losses) == self.steps:
@@ -97,16 +101,32 @@ class Twin:
     def decide(self, loss):
         if not self.weight:
             return
-        error, cosine = math.sqrt(self.variance), self.cosine / self.weight
+        error, cosine, ratio = math.sqrt(self.variance), self.cosine / self.weight, self.ratio / self.weight
         low, high = max(0, self.gap - error), max(0, self.gap + error)
-        rises = min(1, max(0, (low / (low + loss) - 0.1) / 0.1)) * min(1, max(0, (0.7 - cosine) / 0.1))
-        falls = min(0.35, max(0, 35 * (0.02 - high / (high + loss))))
-        against = min(1, max(0, -cosine / 0.1))
-        rises, falls = rises * (1 - against), max(falls, 0.8 * against)
-        before = self.log_rho
-        self.log_rho = min(math.log(3e-2), max(math.log(1e-5), before + 1.6 * rises - falls))
-        if self.log_rho > before:
+        rises, falls = rising(low / (low + loss), cosine), falling(high / (high + loss), cosine)
+        pressed = min(1, max(0, 2 * ratio / self.limit() - 1)) if self.limit() < 10 else 0
+        self.log_rho += 1.6 * rises * (1 - pressed) - falls
+        self.log_rho = min(math.log(3e-2), max(math.log(1e-5), self.log_rho))
+        self.room = min(math.log(5), max(0, self.room + 0.5 * pressed * 1.6 * rises - falls))
+        if 1.6 * rises > falls:
             self.gap *= 1 - 0.5 * rises
+
+
+def against(cosine):
+    return min(1, max(0, -cosine / 0.1))
+
+
+def rising(gap, cosine):
+    """The share of a full rise for a gap, as a share of the loss on unseen data, less its error."""
+    c = min(1, max(0, cosine))
+    opens, full = 0.02 + 0.25 * c, 0.07 + 0.4 * c
+    share = min(1, max(0, (gap - opens) / (full - opens))) * min(1, max(0, (0.7 - cosine) / 0.1))
+    return share * (1 - against(cosine))
+
+
+def falling(gap, cosine):
+    """How far log ρ falls for a gap and its error."""
+    return max(min(0.35, max(0, 35 * (0.02 + 0.1 * min(1, max(0, cosine)) - gap))), 0.8 * against(cosine))
 
 
 @pytest.mark.parametrize("steps", [EPOCH, 20, 40])
@@ -119,7 +139,8 @@ def test_it_follows_the_twin(name, how, steps):
     expected = []
     for loss, stats in seen:
         expected.append(twin.rho())
-        twin.note(loss, stats["cosine"])
+        assert stats["penalty_ratio"] <= twin.limit() * (1 + 1e-6)
+        twin.note(loss, stats["cosine"], stats["penalty_ratio"])
     assert rhos == pytest.approx(expected, rel=1e-6, abs=1e-300)
     assert rhos[20] == 0 < rhos[21] < rhos[39]
     assert seen[50][1]["rho"] == rhos[50]
@@ -279,7 +300,7 @@ def test_the_gap_is_the_sum_of_the_drops(fall, drop):
     for epoch in range(1, 4):
         loss = 2.0 - epoch * (fall + drop)
         gap = max(0.0, kept * gap + drop) if drop > 0 else 0.0
-        rises = min(1, max(0, (gap / (gap + loss) - 0.1) / 0.1))
+        rises = rising(gap / (gap + loss), 0)
         gap, spent = gap * (1 - 0.5 * rises), rises
     expected = math.log(1e-4) + (1.6 * spent if drop > 0 else -0.35)
     assert followed(sawtooth(fall, drop), 1e-4, steps_per_epoch=10) == pytest.approx(expected, abs=1e-5)
@@ -304,7 +325,7 @@ def test_a_drop_less_than_its_error_moves_nothing(amplitude):
     losses = np.array(sawtooth(0.0, 0.6, level=4.0, epochs=2)) + np.tile(np.r_[0, 0, scatter], 2)
     error = math.sqrt((scatter**2).sum() / 6 / 0.42)  # Σ (x − x̄)² = 42 steps², of which 10 are the unit
     low = max(0.0, 0.6 - error)
-    moved = 1.6 * min(1, max(0, (low / (low + 3.4) - 0.1) / 0.1))
+    moved = 1.6 * rising(low / (low + 3.4), 0)
     assert (moved > 0) == (amplitude < 0.11)
     assert followed(losses.tolist(), 1e-4, steps_per_epoch=10) == pytest.approx(math.log(1e-4) + moved, abs=1e-5)
 
@@ -314,8 +335,7 @@ def test_the_angle_of_the_penalty_decides_what_is_made_of_a_gap(curvature):
     """In closed form: at w = 1 ∇L is c and ∇T is as c², coordinate by coordinate."""
     c = np.array(curvature)
     cosine = (c**3).sum() / np.linalg.norm(c) / np.linalg.norm(c**2)
-    against = min(1, max(0, -cosine / 0.1))
-    moved = 1.6 * min(1, max(0, (0.7 - cosine) / 0.1)) * (1 - against) - 0.8 * against
+    moved = 1.6 * rising(1.0 / 4.0, cosine) - 0.8 * against(cosine)
     losses = sawtooth(0.0, 1.0, level=4.0, epochs=2)
     found = followed(losses, 1e-4, curvature, steps_per_epoch=10)
     assert found == pytest.approx(math.log(1e-4) + moved, abs=5e-3)  # of the finite difference, times 16
@@ -335,7 +355,7 @@ def test_an_epoch_of_which_little_was_seen(seen):
         with opt.perturbed(loss=None if unknown else at):
             (loss + (w[0] ** 2 - w[1] ** 2) / 2).backward()
         opt.step()
-    assert opt.state[w]["rho_evidence"][8] == (3 if seen == 4 else 1)  # epochs in a row
+    assert opt.state[w]["rho_evidence"][11] == (3 if seen == 4 else 1)  # epochs in a row
     assert (opt.param_groups[0]["rho_log"] > math.log(1e-5)) == (seen == 4)
 
 
@@ -528,7 +548,7 @@ def test_in_parts_it_moves_too(held):
         if held:
             assert opt.param_groups[0]["rho"] != pytest.approx(opt.controller.start, rel=1e-6)
         else:  # every epoch had a loss to learn of
-            assert next(state["rho_evidence"] for state in opt.state.values() if "rho_evidence" in state)[8] == 32
+            assert next(state["rho_evidence"] for state in opt.state.values() if "rho_evidence" in state)[11] == 32
         opt.param_groups[0]["rho"] = 100.0
         if words is None:
             opt.step(lambda x, y, model=model: cross_entropy(model(x), y), x, y)

@@ -33,7 +33,7 @@ def test_numbers_are_the_same_from_norms_and_from_their_squares(squared, loss):
     known = [math.nan if loss is None else loss, 0.25]
     assert stats.read() == pytest.approx([*known, 5.0, 10.0, 153**0.5], nan_ok=True)
     assert stats.on_device().tolist() == pytest.approx([*known, 2.0], nan_ok=True)
-    assert stats.alignment.item() == pytest.approx(14 / 50)
+    assert stats.penalty[0].item() == pytest.approx(14 / 50)
 
 
 def test_closed_form():

@@ -2,9 +2,12 @@
 
 Two things make a penalty ruin a net that trains well without it. Where it is many times the gradient in the first
 steps, as in a net with batch norm, the last layer's units die and nothing brings them back: so ρ is zero at first, can
-only rise slowly, and ‖ρ∇T‖ is never more than twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ
-stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and
-moves by it.
+only rise slowly, and ‖ρ∇T‖ is at most twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ stays
+next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and moves by
+it.
+
+Where ‖ρ∇T‖ is at its limit for most of the time, a higher ρ changes nothing. If the gap is still open then, the limit
+rises instead: what has begun to memorise takes a stronger pull back than what has not.
 
 The angle between ∇L and ∇T tells what the gap is made of. Confidently predicted examples that are mislabelled have a
 large gradient and hardly any curvature, so where these dominate the two do not point the same way. Where they do, what
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from gtracer import checks
-from gtracer.optim.gap import SHORTEST, Gap, HeldOut, Sawtooth, averages, follow
+from gtracer.optim.gap import SHORTEST, Gap, HeldOut, Sawtooth, average, follow
 from gtracer.optim.step import COUNT, Step, Surroundings, displaced_pass
 
 if TYPE_CHECKING:
@@ -35,7 +38,7 @@ AUTO: Literal["auto"] = "auto"
 IS_AUTO = "rho_is_auto"  # in a group: whether its ρ sets itself
 LOG_RHO = "rho_log"  # in a group: log ρ once it has risen from zero
 EVIDENCE = "rho_evidence"  # in the state of one parameter: what ρ is decided by, on its device
-ALIGNMENT = 0.95  # what is kept of the average of cos(∇L, ∇T) from one step to the next
+KEPT = 0.95  # of the averages of cos(∇L, ∇T) and ‖ρ∇T‖/‖∇L‖ from one step to the next
 PATIENCE = 500  # steps after which somebody who has not said what ρ may learn of is told
 
 
@@ -51,7 +54,9 @@ class Controller:
         aligned: cos(∇L, ∇T) up to which ρ rises in full, and from which it does not rise.
         opposed: The cosine at which ρ falls by `retreat` and does not rise; between it and zero in proportion.
         retreat: By how much log ρ falls in one decision for that.
-        most: What ‖ρ∇T‖/‖∇L‖ is cut off at.
+        most: What ‖ρ∇T‖/‖∇L‖ is cut off at, at first and at last.
+        pressed: The average of that ratio, as a share of its limit, from which the limit rises instead of ρ.
+        widening: By how much the logarithm of the limit rises for each unit that log ρ does not.
         on_device: Whether ρ is kept where a CUDA graph can move it. The groups then hold `start`, which a graph has
             for good, and ρ∇T is multiplied by what is missing.
     """
@@ -64,7 +69,9 @@ class Controller:
     aligned: tuple[float, float] = (0.6, 0.7)
     opposed: float = -0.1
     retreat: float = 0.8
-    most: float = 2.0
+    most: tuple[float, float] = (2.0, 10.0)
+    pressed: float = 0.5
+    widening: float = 0.5
     on_device: bool = False
 
     def __post_init__(self) -> None:
@@ -111,44 +118,57 @@ class Controller:
             _tell_what_is_missing(self.steps_per_epoch, count)
         if gap is None or not params:
             return
-        evidence = _evidence(opt, params[0], 2 + gap.size)
-        alignment, numbers = evidence[:2], evidence[2:]
+        evidence = _evidence(opt, params[0], gap)
         if (step.due or step.renewed) and step.stats is not None:
-            follow(alignment, step.stats.alignment, ALIGNMENT)
+            follow(evidence.averages, step.stats.penalty, KEPT)
+        groups = [group for group in opt.param_groups if group.get(IS_AUTO)]
         if place is not None:
             log_rho, now = place.unbind()
-            gap.observe(numbers, step, now)
-            concluded = gap.concluded(numbers, opt.model)
-            moved = self._move(gap, alignment, concluded, log_rho, opt.model)
+            gap.observe(evidence.gap, step, now)
             due = gap.is_due(now)
-            numbers.copy_(torch.where(due, concluded, numbers))
+            moved = self._decide(gap, evidence, log_rho, opt.model, due)
             place.copy_(torch.stack([log_rho + torch.where(due, moved, 0.0), now + 1]))
             return
-        gap.observe(numbers, step, count)
-        groups = [group for group in opt.param_groups if group.get(IS_AUTO)]
+        gap.observe(evidence.gap, step, count)
         log_rho = groups[0].get(LOG_RHO, math.log(self.start))
         if gap.is_due(count):
-            numbers.copy_(gap.concluded(numbers, opt.model))
-            log_rho += self._move(gap, alignment, numbers, torch.full_like(numbers[0], log_rho), opt.model).item()
+            at = torch.full_like(evidence.room, log_rho)
+            log_rho += self._decide(gap, evidence, at, opt.model, None).item()
         for group in groups:
             group[LOG_RHO] = log_rho
             group[opt.rho_key] = self.rho(log_rho, count + 1)
 
-    def _move(self, gap: Gap, alignment: Tensor, concluded: Tensor, log_rho: Tensor, model: Any) -> Tensor:
-        """What is added to log ρ; the evidence that it rests on is spent."""
-        low, high = gap.bounds(concluded, model)
-        (cosine,) = averages(alignment[None])
-        closed, opened = gap.opens
+    def _decide(self, gap: Gap, evidence: Evidence, log_rho: Tensor, model: Any, due: Tensor | None) -> Tensor:
+        """What is added to log ρ. The evidence is concluded, what ρ rises by spent, and the limit moved.
+
+        All of that where it is `due`, if only the device knows.
+        """
+        numbers = gap.concluded(evidence.gap, model)
+        low, high = gap.bounds(numbers, model)
+        cosine, ratio = average(evidence.averages)
+        closes, opens, full = gap.thresholds(cosine)
         free, none = self.aligned
         against = (cosine / self.opposed).clamp(0, 1)
-        rises = ((low - closed) / (opened - closed)).clamp(0, 1) * ((none - cosine) / (none - free)).clamp(0, 1)
-        rises = rises * (1 - against)
-        fall = torch.maximum((gap.steepness * (gap.closed - high)).clamp(0, gap.fall), self.retreat * against)
-        moved = gap.pace * rises - fall
+        rises = ((low - opens) / (full - opens)).clamp(0, 1) * ((none - cosine) / (none - free)).clamp(0, 1)
+        rise = gap.pace * rises * (1 - against)
+        fall = torch.maximum((gap.steepness * (closes - high)).clamp(0, gap.fall), self.retreat * against)
+        widest = math.log(self.most[1] / self.most[0])
+        pressed = ratio / (self.most[0] * evidence.room.exp())
+        share = ((pressed - self.pressed) / (1 - self.pressed)).clamp(0, 1) * (evidence.room < widest)
+        moved = (1 - share) * rise - fall
         moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), math.log(gap.high) - log_rho)
-        moved = torch.where(torch.isfinite(moved), moved, 0.0)  # there is nothing to decide by yet
-        gap.spend(concluded, torch.where(moved > 0, rises, 0.0))
+        room = (evidence.room + self.widening * share * rise - fall).clamp(0, widest)
+        known = torch.isfinite(moved)  # else there is nothing to decide by yet
+        moved, room = torch.where(known, moved, 0.0), torch.where(known, room, evidence.room)
+        gap.spend(numbers, torch.where(known & (rise > fall), rises, 0.0))
+        decided = torch.cat([room[None], numbers])
+        evidence.decided.copy_(decided if due is None else torch.where(due, decided, evidence.decided))
         return moved
+
+    def limit(self, opt: TwoPassOptimizer) -> float | Tensor:
+        """What ‖ρ∇T‖/‖∇L‖ is cut off at in this step."""
+        numbers = _numbers(opt)
+        return self.most[0] if numbers is None else self.most[0] * Evidence(numbers).room.exp()
 
 
 def controller_of(held_out: Callable[[], Tensor] | None, steps_per_epoch: int | None = None) -> Controller:
@@ -192,15 +212,38 @@ def _tell_what_is_missing(steps_per_epoch: int | None, count: int) -> None:
         )
 
 
-def _evidence(opt: TwoPassOptimizer, fallback: Tensor, size: int) -> Tensor:
-    """What ρ is decided by, kept with one parameter."""
-    state = opt.base.state
-    known = (p for group in opt.param_groups for p in group["params"] if EVIDENCE in state.get(p, {}))
-    p = next(known, fallback)
-    if EVIDENCE not in state[p] or len(state[p][EVIDENCE]) != size:
-        state[p][EVIDENCE] = torch.zeros(size, dtype=_dtype_for(p), device=p.device)
-    numbers: Tensor = state[p][EVIDENCE]
-    return numbers
+class Evidence:
+    """What ρ is decided by: views of a tensor of a few numbers.
+
+    Attributes:
+        averages: Of cos(∇L, ∇T) and ‖ρ∇T‖/‖∇L‖, and below them the weight of all that went into them.
+        decided: What a decision leaves: the next two.
+        room: By how much the logarithm of the limit has risen.
+        gap: The numbers of a `Gap`.
+    """
+
+    own = 5  # numbers besides those of the gap
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.averages, self.decided = numbers[:4].view(2, 2), numbers[4:]
+        self.room, self.gap = numbers[4], numbers[5:]
+
+
+def _numbers(opt: TwoPassOptimizer) -> Tensor | None:
+    """Those of the evidence, which are kept with one parameter."""
+    states = (opt.base.state.get(p, {}) for group in opt.param_groups for p in group["params"])
+    return next((state[EVIDENCE] for state in states if EVIDENCE in state), None)
+
+
+def _evidence(opt: TwoPassOptimizer, fallback: Tensor, gap: Gap) -> Evidence:
+    """What ρ is decided by; where there is none yet, or another gap's, it begins with this parameter."""
+    numbers, size = _numbers(opt), Evidence.own + gap.size
+    if numbers is None or len(numbers) != size:
+        for state in opt.base.state.values():
+            state.pop(EVIDENCE, None)
+        numbers = torch.zeros(size, dtype=_dtype_for(fallback), device=fallback.device)
+        opt.base.state[fallback][EVIDENCE] = numbers
+    return Evidence(numbers)
 
 
 def _dtype_for(p: Tensor) -> torch.dtype:

@@ -320,7 +320,7 @@ def begun(
     returned = found.returned.detach() if isinstance(found.returned, Tensor) else found.returned
     step = Step(slices, returned, due=due and bool(slices), evaluation=found.evaluation)
     if opt.sets_rho and opt.controller is not None:
-        step.most = opt.controller.most
+        step.most = opt.controller.limit(opt)
         step.factor = None if opt._place is None else opt.controller.factor(opt._place)
     if found.measured is not None:
         note_curvature(step, found.measured)

@@ -169,7 +169,7 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
             slices.append(Slice(group, opt.hyperparameters(group), used, [at[p][0] for p in used], F))
     step = Step(slices, losses.mean().detach(), due=opt.second_pass_due)
     if opt.sets_rho and opt.controller is not None:
-        step.most = opt.controller.most
+        step.most = opt.controller.limit(opt)
         step.factor = None if opt._place is None else opt.controller.factor(opt._place)
         look_at_held_out_data(opt, step, around)
     inverses = [tensors.inverse(*opt._damped(step, part)) for part in slices]

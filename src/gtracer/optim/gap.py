@@ -29,16 +29,12 @@ class Gap(Protocol):
 
     Attributes:
         size: How many numbers.
-        opens: The gap, as a share of the loss on unseen data, from which ρ rises, and from which it rises in full.
-        closed: Below which it falls.
         pace: By how much log ρ rises at most in one decision.
-        steepness, fall: By how much it falls for each unit below `closed`, and at most.
+        steepness, fall: By how much it falls for each unit that the gap is too small, and at most.
         high: The highest ρ.
     """
 
     size: int
-    opens: tuple[float, float]
-    closed: float
     pace: float
     steepness: float
     fall: float
@@ -55,6 +51,9 @@ class Gap(Protocol):
 
     def bounds(self, numbers: Tensor, model: Any) -> tuple[Tensor, Tensor]:
         """The gap less its error, and with it, as shares of the loss on unseen data."""
+
+    def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
+        """The gap below which ρ falls, from which it rises, and from which it rises in full, given cos(∇L, ∇T)."""
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         """This share of the evidence has been acted upon."""
@@ -81,8 +80,6 @@ class Sawtooth:
     spent: float = 0.5
 
     size = 11
-    opens = (0.1, 0.2)
-    closed = 0.02
     pace = 1.6
     steepness = 35.0
     fall = 0.35
@@ -139,6 +136,11 @@ class Sawtooth:
         known, unknown = (epochs > 1) & (loss > 0), torch.full_like(gap, torch.nan)
         return torch.where(known, low / (low + loss), unknown), torch.where(known, high / (high + loss), unknown)
 
+    def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
+        # Right labels that are hard to fit leave a gap too, and a larger cosine.
+        c = (cosine / 0.3).clamp(0, 1)
+        return 0.02 + 0.03 * c, 0.02 + 0.08 * c, 0.07 + 0.13 * c
+
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         numbers[9] *= 1 - self.spent * share
 
@@ -161,8 +163,6 @@ class HeldOut:
     held_out_kept: float = 0.75
 
     size = 4
-    opens = (0.15, 0.25)
-    closed = 0.05
     pace = 2.3
     steepness = 3.0
     fall = 2.3
@@ -175,8 +175,12 @@ class HeldOut:
         return (count + 1) % self.every == 0
 
     def observe(self, numbers: Tensor, step: Step, count: Count) -> None:
-        follow(numbers[:2], step.loss, self.train_kept)
-        follow(numbers[2:], step.held_out, self.held_out_kept)
+        for averages, loss, kept in (
+            (numbers[:2], step.loss, self.train_kept),
+            (numbers[2:], step.held_out, self.held_out_kept),
+        ):
+            if loss is not None and loss.numel() == 1:
+                follow(averages, loss, kept)
 
     def is_due(self, count: Count) -> Any:
         return ((count + 1) % self.every == 0) & (count >= self.first)
@@ -185,22 +189,29 @@ class HeldOut:
         return numbers
 
     def bounds(self, numbers: Tensor, model: Any) -> tuple[Tensor, Tensor]:
-        train, held_out = processes.mean_of(torch.stack(averages(numbers.reshape(2, 2))), model).unbind()
+        train, held_out = processes.mean_of(torch.stack([average(numbers[:2]), average(numbers[2:])]), model).unbind()
         return 1 - train / held_out, 1 - train / held_out
+
+    def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
+        return 0.05, 0.15, 0.25
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         pass
 
 
-def follow(average: Tensor, value: Tensor | None, kept: float) -> None:
-    """Let an average, and the weight of all that went into it, follow a value, if there is one and it is finite."""
-    if value is None or value.numel() != 1:
-        return
-    now = value.detach().to(average).reshape(())
-    new = torch.lerp(torch.stack([now, torch.ones_like(now)]), average, kept)
-    average.copy_(torch.where(now.abs() < torch.inf, new, average))
+def follow(averages: Tensor, value: Tensor, kept: float) -> None:
+    """Let an average, and the weight of all that went into it, follow a value; what is not finite is left out.
+
+    Args:
+        averages: The averages, and in a second row their weights.
+        value: One for each of them.
+        kept: What is kept of an average.
+    """
+    now = value.detach().to(averages).reshape(averages[0].shape)
+    new = torch.lerp(torch.stack([now, torch.ones_like(now)]), averages, kept)
+    averages.copy_(torch.where(now.abs() < torch.inf, new, averages))
 
 
-def averages(pairs: Tensor) -> tuple[Tensor, ...]:
-    """Of pairs of average and weight; NaN where nothing went in."""
-    return (pairs[..., 0] / pairs[..., 1]).unbind()
+def average(averages: Tensor) -> Tensor:
+    """What `follow` has followed; NaN where nothing went in."""
+    return averages[0] / averages[1]

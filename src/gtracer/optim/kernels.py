@@ -141,7 +141,7 @@ class TwoKernels:
         parts: list[Launched],
         radius: float,
         norm: float | None = None,
-        most: float | None = None,
+        most: float | Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
         self.parts, self._radius, self._norm, self._most, self._factor = parts, radius, norm, most, factor

@@ -86,10 +86,10 @@ class Stats:
         return torch.stack([loss, trace_ratio, ratio.sqrt() if self._squared else ratio])
 
     @property
-    def alignment(self) -> Tensor:
-        """cos(∇L, ∇T), as a tensor: nothing is waited for; NaN in a step without penalty."""
+    def penalty(self) -> Tensor:
+        """cos(∇L, ∇T) and ‖ρ∇T‖/‖∇L‖, as a tensor: nothing is waited for. NaN in a step without penalty."""
         g, h, total = (self._values[2:] if self._squared else self._values[2:].square()).unbind()
-        return (total - g - h) / (2 * (g * h).sqrt())
+        return torch.stack([(total - g - h) / 2, h]) / (g * h).sqrt()
 
     def read(self) -> list[float]:
         """Loss, T, ‖∇L‖, ‖ρ∇T‖ and ‖∇L + ρ∇T‖."""

@@ -91,7 +91,7 @@ class Step:
     kernels: TwoKernels | None = None  # what makes the step instead of torch's kernels, if anything
     random: tuple[RandomState, RandomState] | None = None  # where those of its first pass began, and ended
     stats: Stats | None = None
-    most: float | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
+    most: float | Tensor | None = None  # what ‖ρ∇T‖/‖∇L‖ is cut off at
     factor: Tensor | None = None  # what a new ρ∇T is multiplied by first, where ρ is moved on the device
     held_out: Tensor | None = None  # the loss of a held-out batch, where ρ learns of it
     after: list[Callable[[Step], None]] = field(default_factory=list)  # what writes into the state after the update
@@ -192,7 +192,7 @@ def drive(passes: Passes | None, gradients_at: Callable[[Place], Tensors]) -> Te
     return course.found
 
 
-def scale_of(factor: Tensor | None, most: float | None, gradient: Tensor, penalty: Tensor) -> Tensor | None:
+def scale_of(factor: Tensor | None, most: float | Tensor | None, gradient: Tensor, penalty: Tensor) -> Tensor | None:
     """What ρ∇T is to be multiplied by: its factor, and what then keeps it within `most` of ‖∇L‖, given both norms."""
     if most is None:
         return factor
