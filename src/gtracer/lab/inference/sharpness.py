@@ -85,8 +85,12 @@ class Subject:
         try:
             return function(self.model, self.loss_of, self.batches, **options)
         except (ValueError, FloatingPointError, RuntimeError) as error:
-            if "allocate" in str(error):  # there is not enough memory, and what to do then is said elsewhere
-                raise
+            if isinstance(error, torch.OutOfMemoryError) and not self.is_own:
+                size = max(len(labels) for _, labels in self.batches)
+                raise LabError(
+                    f"{self.name}: there is not enough memory for batches of {size}: choose a smaller --batch-size, or "
+                    "fewer --steps"
+                ) from error
             raise LabError(f"{self.name}: {one_line(error)}") from error
         except Exception as error:  # the user's own, of any class
             if not self.is_own or isinstance(error, LabError | MemoryError):
@@ -130,7 +134,11 @@ def _distance(trained: Trained) -> sharpness.SplitLoss:
         outputs: Tensor = trained.model(batch[0]).float()
         return outputs
 
-    return sharpness.SplitLoss(outputs_of, lambda outputs, batch: distance(outputs.squeeze(1), batch[1]))
+    def loss_on(outputs: Tensor, batch: Any) -> Tensor:
+        loss: Tensor = distance(outputs.squeeze(1), batch[1])
+        return loss
+
+    return sharpness.SplitLoss(outputs_of, loss_on, merge=sharpness.concatenated)
 
 
 def found(word: str, *, device: str, last: bool, **chosen: Any) -> Subject:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gtracer.lab.data.task import sampled
 from gtracer.lab.training.run import Run
-from gtracer.sharpness import SplitLoss, measure
+from gtracer.sharpness import SplitLoss, concatenated, measure
 
 EXAMPLES = 500  # of the training data, the same ones each time
 CHEAP: dict[str, Any] = {"matrices": ["hessian"], "top": 1, "steps": 15, "tolerance": 0.01, "probes": 4, "ascent": 0}
@@ -45,7 +45,7 @@ def _loss(run: Run) -> SplitLoss:
         outputs: Tensor = run.model(batch[0]).float()
         return outputs
 
-    return SplitLoss(outputs_of, lambda outputs, batch: run.loss(outputs, batch[1]))
+    return SplitLoss(outputs_of, lambda outputs, batch: run.loss(outputs, batch[1]), merge=concatenated)
 
 
 def _batches(run: Run) -> list[tuple[Any, Tensor]]:
