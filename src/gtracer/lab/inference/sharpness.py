@@ -24,6 +24,7 @@ from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results import provenance
 from gtracer.lab.results.report.sharpness import FORMAT, NAME
+from gtracer.lab.results.report.sharpness import shown as number
 from gtracer.lab.training.weights import require_same_data
 from gtracer.sharpness import Settings, Sharpness, picture
 
@@ -190,14 +191,9 @@ def table(measured: Sequence[tuple[str, Sharpness]]) -> Table:
     rows = [{row.name: row for row in each.rows()} for _, each in measured]
     for name in dict.fromkeys(name for row in rows for name in row):
         known = next(row[name] for row in rows if name in row)
-        made.add_row(known.text, *(_cell(row.get(name)) for row in rows), "yes" if known.invariant else "no")
+        cells = [number(row[name].value, row[name].error) if name in row else "" for row in rows]
+        made.add_row(known.text, *cells, "yes" if known.invariant else "no")
     return made
-
-
-def _cell(row: Any) -> str:
-    if row is None:
-        return ""
-    return f"{row.value:.4g}" + (f" ± {row.error:.1g}" if row.error else "")
 
 
 def finite(value: Any) -> Any:
