@@ -143,21 +143,34 @@ class Small(Counted):
     """On a device that has room for so many examples."""
 
     room = 8
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     def forward(self, x):
         if len(x) > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise self.error
         return super().forward(x)
 
 
-def test_where_memory_runs_out_fewer_batches_are_merged(net):
+ON_A_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80000 bytes.")
+
+
+@pytest.mark.parametrize("error", [Small.error, ON_A_CPU])
+def test_where_memory_runs_out_fewer_batches_are_merged(net, error):
     given = net[1]
     model = Small(net[0].inner)
+    model.error = error
     found = measure(model, classification(model), given, merge=1024, **FEW)
     assert max(model.sizes) == 8
     expected = measure(model, classification(model), given, merge=0, **FEW)
     for row, other in zip(found.rows(), expected.rows(), strict=True):
         assert row.value == pytest.approx(other.value, rel=1e-8, abs=1e-11), row.name
+
+
+def test_any_other_error_is_told_at_once(net):
+    model = Small(net[0].inner)
+    model.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        measure(model, classification(model), net[1], merge=1024, **FEW)
 
 
 @pytest.mark.parametrize("fewer", [False, True])
