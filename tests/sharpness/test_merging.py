@@ -55,7 +55,9 @@ def test_every_number_is_that_of_the_batches_as_they_are(net, most):
     assert max(model.sizes) == 4
     together = measure(model, classification(model), given, merge=most, **options)
     assert max(model.sizes) == min(most, 19)
-    assert (together.batches, together.passes) == (apart.batches, apart.passes)
+    assert together.batches == apart.batches
+    extra = {kind: count - apart.passes[kind] for kind, count in together.passes.items()}
+    assert extra == {"gradient": 0, "hessian": 0, "ggn": 0, "evaluation": 3}  # whether merging is right, and the loss
     for row, other in zip(together.rows(), apart.rows(), strict=True):
         assert row.value == pytest.approx(other.value, rel=1e-8, abs=1e-11), row.name
     for spectrum, dense in zip((together.hessian, together.ggn), matrices(model, given), strict=True):
@@ -87,7 +89,7 @@ def test_few_large_passes_take_the_place_of_many_small_ones():
         measure(model, classification(model), given, merge=merge, **options)
         counts.append(len(model.sizes))
     sweeps = 1 + 4 + 1 + 4  # gradient, Lanczos, trace, expected
-    assert counts == [20 * sweeps, 20 + (20 + 1) + (sweeps - 1)]  # the middle one looks whether merging is right
+    assert counts == [20 * sweeps, 20 + (20 + 1) + 1 + (sweeps - 1)]  # in the middle: whether merging is right
 
 
 def normalised_by_the_batch():
@@ -164,6 +166,42 @@ def test_where_memory_runs_out_fewer_batches_are_merged(net, error):
     expected = measure(model, classification(model), given, merge=0, **FEW)
     for row, other in zip(found.rows(), expected.rows(), strict=True):
         assert row.value == pytest.approx(other.value, rel=1e-8, abs=1e-11), row.name
+
+
+class Rounding(Counted):
+    """Adds up in another order where batches are large; at small losses that is more than a thousandth of them."""
+
+    room = 1024
+
+    def forward(self, x):
+        if len(x) > self.room:
+            raise Small.error
+        return super().forward(x) * (1 + 2e-3 * (len(x) > 4) - 1e-3 * (len(x) > 8))
+
+
+def test_what_rounding_makes_of_merged_batches_is_no_change_of_the_loss():
+    torch.manual_seed(0)
+    inner, given = nn.Linear(5, 3).double(), batches((5,), (4, 4, 4, 4))
+    labelled = [(x, inner(x).argmax(1)) for x, _ in given]
+    with torch.no_grad():
+        inner.weight.mul_(30), inner.bias.mul_(30)
+    model = Rounding(inner)
+    options = FEW | {"ascent": 0, "sigma": 1e-6}
+    assert measure(model, classification(model), labelled, merge=0, **options).loss < 0.5
+    found = measure(model, classification(model), labelled, merge=16, **options)
+    assert max(model.sizes) == 16
+    assert abs(found.expected.value) < 1e-8  # of the loss by merged batches
+    room, given_up = 8, []
+
+    def shrinking(batch):
+        if len(batch[0]) > room and len(given_up) < 1 and torch.is_grad_enabled():
+            given_up.append(len(batch[0]))
+            raise Small.error
+        return model(batch[0])
+
+    loss_of = replace(classification(model), outputs_of=shrinking)
+    assert measure(model, loss_of, labelled, merge=16, **options).top_eigenvalue > 0
+    assert given_up == [16]
 
 
 def test_any_other_error_is_told_at_once(net):

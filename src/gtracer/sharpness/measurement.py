@@ -122,6 +122,7 @@ def measure(
         averages = None if f is None else _averages(model, objective, f)
         centre = None if start is None else _start(model, objective, start)
         found, gradient = _first_order(model, objective, averages, delta)
+        objective.settle()
         for kind in kinds:
             found[kind] = _spectrum(objective, kind, top, steps, tolerance, runs, probes, seed)
         scales = {"": torch.ones_like(gradient), "_adaptive": objective.weights().abs()}

@@ -176,6 +176,12 @@ class Objective:
                 if not _is_of_memory(error) or not self._merging.shrink(max(self.counts)):
                     raise
 
+    def settle(self) -> None:
+        """Compare with the loss by merged batches from here on: on a GPU their sums are made in another order."""
+        self._merged(lambda: None)
+        if self._merging.merge is not None:
+            self.at_weights = self.value().loss
+
     def _agree(self) -> None:
         """Merge nothing, unless merged batches have the outputs and the loss of those that they are made of."""
         if self._agreed or self._merging.merge is None or not isinstance(self.loss_of, SplitLoss):
@@ -185,6 +191,8 @@ class Objective:
             if not self._merging.agrees(self.loss_of, group):
                 self._merging.merge = None
                 break
+        else:
+            self.evaluated["evaluation"] += 2 * self.examples
         self._agreed = True
 
     def needs_memory(self) -> str:
@@ -335,6 +343,12 @@ class Objective:
             return Told(examples, loss, correct(outputs, batch).to(self.dtype).mean())
 
     def _is_same(self, loss: float) -> bool:
+        """Whether this is the loss at the weights. Where memory ran out, batches have been merged in another way."""
+        if not self._is_close(loss) and self._merging.merge is not None:
+            self.at_weights = self.value().loss
+        return self._is_close(loss)
+
+    def _is_close(self, loss: float) -> bool:
         before = self.at_weights
         return before is None or abs(loss - before) <= SAME * max(abs(before), SAME)
 
