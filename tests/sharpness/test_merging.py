@@ -169,39 +169,33 @@ def test_where_memory_runs_out_fewer_batches_are_merged(net, error):
 
 
 class Rounding(Counted):
-    """Adds up in another order where batches are large; at small losses that is more than a thousandth of them."""
-
-    room = 1024
+    """Adds up in another order where batches are large; of a small loss that is more than a thousandth."""
 
     def forward(self, x):
-        if len(x) > self.room:
-            raise Small.error
         return super().forward(x) * (1 + 2e-3 * (len(x) > 4) - 1e-3 * (len(x) > 8))
 
 
-def test_what_rounding_makes_of_merged_batches_is_no_change_of_the_loss():
+@pytest.mark.parametrize("kinds", [[], ["hessian", "ggn"]])
+@pytest.mark.parametrize("room", [16, 8])
+def test_what_rounding_makes_of_merged_batches_is_no_change_of_the_loss(kinds, room):
     torch.manual_seed(0)
     inner, given = nn.Linear(5, 3).double(), batches((5,), (4, 4, 4, 4))
     labelled = [(x, inner(x).argmax(1)) for x, _ in given]
     with torch.no_grad():
         inner.weight.mul_(30), inner.bias.mul_(30)
     model = Rounding(inner)
-    options = FEW | {"ascent": 0, "sigma": 1e-6}
-    assert measure(model, classification(model), labelled, merge=0, **options).loss < 0.5
-    found = measure(model, classification(model), labelled, merge=16, **options)
-    assert max(model.sizes) == 16
-    assert abs(found.expected.value) < 1e-8  # of the loss by merged batches
-    room, given_up = 8, []
 
-    def shrinking(batch):
-        if len(batch[0]) > room and len(given_up) < 1 and torch.is_grad_enabled():
-            given_up.append(len(batch[0]))
+    def outputs_of(batch):
+        """With memory for so many examples and their graph."""
+        if len(batch[0]) > room and torch.is_grad_enabled():
             raise Small.error
         return model(batch[0])
 
-    loss_of = replace(classification(model), outputs_of=shrinking)
-    assert measure(model, loss_of, labelled, merge=16, **options).top_eigenvalue > 0
-    assert given_up == [16]
+    loss_of = replace(classification(model), outputs_of=outputs_of)
+    found = measure(model, loss_of, labelled, merge=16, matrices=kinds, sigma=1e-6, **FEW)
+    assert max(model.sizes) == 16
+    assert found.loss < 0.5
+    assert abs(found.expected.value) < 1e-8
 
 
 def test_any_other_error_is_told_at_once(net):
