@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from scipy.stats import spearmanr
 
 import gtracer
 from gtracer.lab.config import Config
+from gtracer.lab.errors import LabError
 from gtracer.lab.inference.sharpness import Subject, subject
 from gtracer.lab.results import provenance
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
@@ -145,10 +145,13 @@ class Model:
     steps: int
 
     def measured(self) -> dict[str, Any]:
-        """Its row, with the lines of the figure where it is of the first seed."""
+        """Its row, with the lines of the figure where it is of the first seed; or why there is nothing to measure."""
         begun = time.perf_counter()
-        found = subject(gtracer.load(self.folder, device=self.device), folder=self.data, examples=self.examples)
-        sharpness = found.measured(progress=False, top=3, steps=self.steps)
+        try:
+            found = subject(gtracer.load(self.folder, device=self.device), folder=self.data, examples=self.examples)
+            sharpness = found.measured(progress=False, top=3, steps=self.steps)
+        except LabError as error:
+            return self.key | {"failure": str(error)}
         measures = {row.name: [row.value, row.error] for row in sharpness.rows()}
         where = {"run": self.folder.name, "commit": provenance.commit(), "settings": dict(sharpness.settings)}
         drawn = {"lines": [each.to_mapping() for each in lines(found, self.steps)]} if self.key["seed"] == 0 else {}
@@ -236,6 +239,9 @@ class Runs:
             models.append(Model(key, there.place(config), asked.data, config.device, asked.examples, asked.steps))
         tell(f"{self.name}: {len(keys)} trained in {time.perf_counter() - begun:.0f} s")
         for row in measured(models, pool):
+            if "failure" in row:
+                tell(f"{self.name}, {row['method']}, seed {row['seed']}: {row['failure']}")
+                continue
             with (asked.out / "results.jsonl").open("a") as out:
                 out.write(json.dumps(row, ensure_ascii=False) + "\n")
             self.rows[row["method"], row["seed"]] = row
@@ -289,6 +295,8 @@ def _rank(rows: list[dict[str, Any]], name: str) -> str:
 
 def draw(name: str, rows: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """The loss of the first seed's models along two directions."""
+    from matplotlib.figure import Figure  # models can be made where it is not installed
+
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
     for row in (row for row in rows if row["seed"] == 0):
@@ -352,7 +360,7 @@ def main() -> None:
                 tell(f"{name}: {len(missing)} of {len(runs.configs)} models are left for another time")
             if rows := runs.in_order():
                 print(f"\n{name}\n\n{table(rows)}", flush=True)
-            if any(row["seed"] == 0 for row in rows):
+            if not runs.missing() and any(row["seed"] == 0 for row in rows):
                 draw(name, rows, asked)
 
 

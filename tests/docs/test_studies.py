@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import math
 import re
 import runpy
 import shutil
@@ -12,6 +13,7 @@ import sys
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from gtracer.lab.results import archive
 from gtracer.lab.results import statistics as results
@@ -393,6 +395,20 @@ def test_the_study_of_sharpness_is_cut_and_made_in_parts(tmp_path, study):
     assert [(row["method"], row["seed"]) for row in rows] == [("SGD", 1), ("SAM", 1), ("SGD", 0), ("SAM", 0)]
     assert "| 1 epochs, n = 2 | SGD | SAM, ρ 1 |" in printed
     assert (tmp_path / "digits-50-noise.svg").exists()
+
+
+def test_the_study_of_sharpness_goes_on_after_a_model_that_cannot_be_measured(tmp_path, study):
+    words = ["--problems", "digits, 50% noise", "--methods", "SGD", "SAM", "--epochs", "1", "--examples", "64"]
+    words += ["--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
+    study("flatness", *words)
+    (weights,) = tmp_path.glob("digits-50-noise/digits-sgd-*/model.safetensors")
+    save_file(
+        {name: x.fill_(math.nan) if x.is_floating_point() else x for name, x in load_file(weights).items()}, weights
+    )
+    (tmp_path / "results.jsonl").unlink()
+    printed = study("flatness", *words)
+    assert "there is no sharpness to measure at these weights" in printed
+    assert "| 1 epochs, n = 1 | SAM, ρ 1 |" in printed
 
 
 def test_the_study_of_sharpness_in_parallel_takes_what_a_sweep_has_left(tmp_path, study):
