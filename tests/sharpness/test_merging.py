@@ -156,7 +156,10 @@ class Small(Counted):
 ON_A_CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 80000 bytes.")
 
 
-@pytest.mark.parametrize("error", [Small.error, ON_A_CPU])
+IN_A_LIBRARY = RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")
+
+
+@pytest.mark.parametrize("error", [Small.error, ON_A_CPU, IN_A_LIBRARY])
 def test_where_memory_runs_out_fewer_batches_are_merged(net, error):
     given = net[1]
     model = Small(net[0].inner)

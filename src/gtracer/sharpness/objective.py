@@ -366,5 +366,6 @@ def _dense(g: Tensor) -> Tensor:
 
 
 def _is_of_memory(error: RuntimeError) -> bool:
-    """Whether memory ran out: torch has a class for that on a GPU alone."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether memory ran out: torch has a class for its own memory on a GPU alone."""
+    words = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gtracer.lab.data.task import sampled
+from gtracer.lab.errors import LabError
 from gtracer.lab.training.run import Run
 from gtracer.sharpness import SplitLoss, concatenated, measure
 
@@ -35,6 +36,11 @@ def row(run: Run) -> dict[str, float]:
             found = {each.name: each.value for each in measure(run.model, _loss(run), _batches(run), **CHEAP).rows()}
         except FloatingPointError:  # training goes on, and says so itself if it diverges
             found = {}
+        except torch.OutOfMemoryError as error:
+            raise LabError(
+                f"sharpness = {every}: there is not enough memory to differentiate a batch of {run.config.batch_size} "
+                "twice: choose a smaller batch_size, or measure afterwards (gtracer sharpness --batch-size)"
+            ) from error
     return {name: found.get(measure_name, math.nan) for name, measure_name in CURVES.items()}
 
 
