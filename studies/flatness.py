@@ -1,16 +1,18 @@
 """Does TRACER find flatter minima, by which measure, and does flatness go with accuracy?
 
     python studies/flatness.py --problems "digits, clean" "digits, 50% noise" --out runs/sharpness
-    python studies/flatness.py --problems "cifar100, 50% noise" --epochs 60 --data DIR --device cuda --kernels fused \
-        --parallel 8 --measuring 4 --out runs/sharpness-gpu
+    python studies/flatness.py --problems "cifar100, 50% noise" --only-seeds 0 --epochs 60 --data DIR --device cuda \
+        --kernels fused --parallel 8 --seconds 500 --out runs/sharpness-gpu
 
 SGD, SAM, SGD-TRACER, scale-free SGD-TRACER and SGD-TRACER with the penalty of every 8th step; ρ is the best of some
 values by held-out data, or what searches before have chosen. Every model of the last epoch is measured on a thousand of
-the examples that it was trained on, with the labels that it was trained on. What the folder holds is not made again, so
-a study that was cut goes on, also with the runs of a `gtracer sweep --models`; results.jsonl in it has a line for each
-model. The tables are means ± standard errors over seeds, and Spearman's rank correlation of each measure with the
-accuracy on test data over all models of a problem, and over all but SGD's. Each problem's figure has the loss of the
-first seed's models along a random direction and along the top eigenvector.
+the examples that it was trained on, with the labels that it was trained on. Models are trained and measured in parts of
+`--parallel` at a time; results.jsonl gets a line for each model as soon as it is measured, and models that have a line
+are not made again, so a study can be cut anywhere, and made in parts on machines that share nothing but this file. Runs
+that the folder holds, such as those of a `gtracer sweep --models`, are not trained again. The tables are means ±
+standard errors over seeds, and Spearman's rank correlation of each measure with the accuracy on test data over all
+models of a problem, and over all but SGD's. Each problem's figure has the loss of the first seed's models along a
+random direction and along the top eigenvector.
 """
 
 from __future__ import annotations
@@ -20,25 +22,27 @@ import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from scipy.stats import spearmanr
 
 import gtracer
 from gtracer.lab.config import Config
-from gtracer.lab.inference.sharpness import subject
+from gtracer.lab.errors import LabError
+from gtracer.lab.inference.sharpness import Subject, subject
 from gtracer.lab.results import provenance
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.sweeps.sweep import Engine, RunsFolder, run_missing
-from gtracer.sharpness import Settings, eigenvectors, line
+from gtracer.sharpness import Line, Settings, eigenvectors, line
 from gtracer.sharpness.result import TEXTS
 from runs import in_turn, last_row
 
@@ -141,59 +145,123 @@ class Model:
     steps: int
 
     def measured(self) -> dict[str, Any]:
-        """Its row."""
-        found = subject(gtracer.load(self.folder, device=self.device), folder=self.data, examples=self.examples)
-        sharpness = found.measured(progress=False, top=3, steps=self.steps)
+        """Its row, with the lines of the figure where it is of the first seed; or why there is nothing to measure."""
+        begun = time.perf_counter()
+        try:
+            found = subject(gtracer.load(self.folder, device=self.device), folder=self.data, examples=self.examples)
+            sharpness = found.measured(progress=False, top=3, steps=self.steps)
+        except LabError as error:
+            return self.key | {"failure": str(error)}
         measures = {row.name: [row.value, row.error] for row in sharpness.rows()}
         where = {"run": self.folder.name, "commit": provenance.commit(), "settings": dict(sharpness.settings)}
-        return self.key | {"measures": measures} | where
+        drawn = {"lines": [each.to_mapping() for each in lines(found, self.steps)]} if self.key["seed"] == 0 else {}
+        return self.key | {"measures": measures} | where | drawn | {"seconds": time.perf_counter() - begun}
 
 
-def measured(models: list[Model], processes: int) -> Iterator[dict[str, Any]]:
-    """The rows as they come; a small network leaves a GPU idle, so that several processes may share it."""
-    if processes == 1 or len(models) < 2:
+def lines(of: Subject, steps: int) -> tuple[Line, Line]:
+    """The loss along a random direction, and along the top eigenvector."""
+    given, settings = (of.model, of.loss_of, of.batches), Settings(progress=False)
+    _, vectors = eigenvectors(*given, top=1, steps=steps, settings=settings)
+    return line(*given, settings=settings), line(*given, vectors[0], label="top eigenvector", settings=settings)
+
+
+def processes(count: int) -> Executor | nullcontext[None]:
+    """A small network leaves a GPU idle, so several processes may measure; they are started once."""
+    if count == 1:
+        return nullcontext()
+    spawn, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // count)
+    return ProcessPoolExecutor(count, spawn, torch.set_num_threads, (threads,))
+
+
+def measured(models: list[Model], pool: Executor | None) -> Iterator[dict[str, Any]]:
+    """The rows as they come."""
+    if pool is None:
         yield from map(Model.measured, models)
         return
-    spawn, threads = multiprocessing.get_context("spawn"), max(1, torch.get_num_threads() // processes)
-    with ProcessPoolExecutor(processes, spawn, torch.set_num_threads, (threads,)) as pool:
-        for done in as_completed([pool.submit(model.measured) for model in models]):
-            yield done.result()
+    for done in as_completed([pool.submit(model.measured) for model in models]):
+        yield done.result()
 
 
-def made(name: str, asked: argparse.Namespace, engine: Engine, tell: Callable[[str], Any]) -> list[dict[str, Any]]:
-    """The models of a problem, a row for each; those that are in the file already are not measured again."""
-    problem, changes = PROBLEMS[name], {"data": asked.data, "kernels": asked.kernels}
-    changes |= {"epochs": asked.epochs} if asked.epochs else {}
-    changes |= {"device": asked.device} if asked.device else {}
-    folder, file = asked.out / slug(name), asked.out / "results.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    rows = [row for row in rows if row["problem"] == name]
-    rhos = tuned(problem, asked.methods, folder / "tuning", engine, changes)
-    configs = {
-        (method, seed): problem.config(method, rho, seed=seed, **changes)
-        for seed in range(asked.seeds)
-        for method, rho in rhos.items()
-    }
-    records = run_missing(configs.values(), folder, engine, Console(), models=True)
-    there, models = RunsFolder.of(folder), []
-    for (method, seed), config in configs.items():
-        record = records[config.identity]
-        key = {"problem": name, "method": method, "seed": seed, "rho": rhos[method]}
-        if record.failure is not None:
-            tell(f"{name}, {method}, seed {seed}: {record.failure}")
-        elif not any(key.items() <= row.items() for row in rows):
+Key = tuple[str, int]  # method, seed
+
+
+@dataclass
+class Runs:
+    """The runs of a problem, and what is known of them.
+
+    Attributes:
+        name: The problem.
+        configs: Its runs.
+        rhos: ρ of each method.
+        rows: Those of results.jsonl.
+    """
+
+    name: str
+    configs: dict[Key, Config]
+    rhos: dict[str, float]
+    rows: dict[Key, dict[str, Any]]
+
+    @classmethod
+    def of(cls, name: str, asked: argparse.Namespace, engine: Engine) -> Runs:
+        problem, changes = PROBLEMS[name], {"data": asked.data, "kernels": asked.kernels}
+        changes |= {"epochs": asked.epochs} if asked.epochs else {}
+        changes |= {"device": asked.device} if asked.device else {}
+        rhos = tuned(problem, asked.methods, asked.out / slug(name) / "tuning", engine, changes)
+        configs = {
+            (method, seed): problem.config(method, rho, seed=seed, **changes)
+            for seed in asked.only_seeds or range(asked.seeds)
+            for method, rho in rhos.items()
+        }
+        rows = {}
+        for row in map(json.loads, whole_lines(asked.out / "results.jsonl")):
+            key = row["method"], row["seed"]
+            is_it = row["problem"] == name and key in configs and row["rho"] == rhos[row["method"]]
+            if is_it and row["last"]["epoch"] == configs[key].epochs:
+                rows[key] = row
+        return cls(name, configs, rhos, {key: rows[key] for key in configs if key in rows})
+
+    def missing(self) -> list[Key]:
+        return [key for key in self.configs if key not in self.rows]
+
+    def make(self, keys: Sequence[Key], asked: argparse.Namespace, engine: Engine, pool: Executor | None) -> None:
+        """Train these and measure them."""
+        folder, begun = asked.out / slug(self.name), time.perf_counter()
+        records = run_missing([self.configs[key] for key in keys], folder, engine, Console(), models=True)
+        there, models = RunsFolder.of(folder), []
+        for method, seed in keys:
+            config = self.configs[method, seed]
+            record = records[config.identity]
+            if record.failure is not None:
+                tell(f"{self.name}, {method}, seed {seed}: {record.failure}")
+                continue
+            key = {"problem": self.name, "method": method, "seed": seed, "rho": self.rhos[method]}
             key["last"] = record.summary()["last"]
             models.append(Model(key, there.place(config), asked.data, config.device, asked.examples, asked.steps))
-    for row in measured(models, asked.measuring):
-        with file.open("a") as out:
-            out.write(json.dumps(row, ensure_ascii=False) + "\n")
-        rows.append(row)
-        tell(f"{name}, {row['method']}, seed {row['seed']}: {row['last']['test_accuracy']:.2%}")
-    order = list(configs)
-    return sorted(
-        (row for row in rows if (row["method"], row["seed"]) in configs),
-        key=lambda row: order.index((row["method"], row["seed"])),
-    )
+        tell(f"{self.name}: {len(keys)} trained in {time.perf_counter() - begun:.0f} s")
+        for row in measured(models, pool):
+            if "failure" in row:
+                tell(f"{self.name}, {row['method']}, seed {row['seed']}: {row['failure']}")
+                continue
+            with (asked.out / "results.jsonl").open("a") as out:
+                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self.rows[row["method"], row["seed"]] = row
+            accuracy = f"{row['last']['test_accuracy']:.2%}"
+            tell(f"{self.name}, {row['method']}, seed {row['seed']}: {accuracy}, measured in {row['seconds']:.1f} s")
+
+    def in_order(self) -> list[dict[str, Any]]:
+        return [self.rows[key] for key in self.configs if key in self.rows]
+
+
+def whole_lines(file: Path) -> list[str]:
+    """The lines of a file, without what was being written when a study was cut."""
+    text = file.read_text() if file.exists() else ""
+    whole, newline, torn = text.rpartition("\n")
+    if torn:
+        file.write_text(whole + newline)
+    return whole.splitlines()
+
+
+tell = partial(print, flush=True)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -227,16 +295,18 @@ def _rank(rows: list[dict[str, Any]], name: str) -> str:
 
 def draw(name: str, rows: list[dict[str, Any]], asked: argparse.Namespace) -> None:
     """The loss of the first seed's models along two directions."""
+    from matplotlib.figure import Figure  # models can be made where it is not installed
+
     figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     panels = figure.subplots(1, 2)
-    settings = Settings(progress=False)
     for row in (row for row in rows if row["seed"] == 0):
-        folder = asked.out / slug(name) / row["run"]
-        its = subject(gtracer.load(folder, device=asked.device or "auto"), examples=asked.examples, folder=asked.data)
-        given = (its.model, its.loss_of, its.batches)
-        _, vectors = eigenvectors(*given, top=1, settings=settings)
-        lines = line(*given, settings=settings), line(*given, vectors[0], label="top eigenvector", settings=settings)
-        for axes, found in zip(panels, lines, strict=True):
+        if "lines" in row:
+            drawn = [Line(**each) for each in row["lines"]]
+        else:  # a row of an older study
+            folder = asked.out / slug(name) / row["run"]
+            model = gtracer.load(folder, device=asked.device or "auto")
+            drawn = [*lines(subject(model, examples=asked.examples, folder=asked.data), asked.steps)]
+        for axes, found in zip(panels, drawn, strict=True):
             found.plot(axes, label=row["method"])
     panels[0].set_title(name, loc="left")
     panels[0].legend(frameon=False)
@@ -262,7 +332,11 @@ def main() -> None:
     parser.add_argument("--problems", nargs="+", default=["digits, clean", "digits, 50% noise"], choices=list(PROBLEMS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--out", type=Path, required=True, help="folder of runs and results.jsonl")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument(
+        "--only-seeds", type=int, nargs="+", metavar="SEED", help="these alone, to make a study in parts"
+    )
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further models after so many")
     parser.add_argument("--epochs", type=int, help="fewer than the study's")
     parser.add_argument("--examples", type=int, default=1000, help="to measure on")
     parser.add_argument("--steps", type=int, default=30, help="of Lanczos' method")
@@ -274,11 +348,20 @@ def main() -> None:
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     engine: Engine = CudaGraphs(asked.parallel) if asked.parallel else in_turn
-    for name in asked.problems:
-        rows = made(name, asked, engine, partial(print, flush=True))
-        if rows:
-            print(f"\n{name}\n\n{table(rows)}", flush=True)
-            draw(name, rows, asked)
+    begun, at_a_time = time.perf_counter(), asked.parallel or 1
+    with processes(asked.measuring) as pool:
+        for name in asked.problems:
+            runs = Runs.of(name, asked, engine)
+            missing = runs.missing()
+            while missing and time.perf_counter() - begun < asked.seconds:
+                now, missing = missing[:at_a_time], missing[at_a_time:]
+                runs.make(now, asked, engine, pool)
+            if missing:
+                tell(f"{name}: {len(missing)} of {len(runs.configs)} models are left for another time")
+            if rows := runs.in_order():
+                print(f"\n{name}\n\n{table(rows)}", flush=True)
+            if not runs.missing() and any(row["seed"] == 0 for row in rows):
+                draw(name, rows, asked)
 
 
 if __name__ == "__main__":

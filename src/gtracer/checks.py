@@ -35,6 +35,14 @@ def count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
+def whole(name: str, value: Any) -> None:
+    """Refuse what is not a whole number of at least zero."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    if value >= 2**63:
+        raise ValueError(f"{name} must be below 2**63, got {value}")
+
+
 def flag(name: str, value: Any) -> None:
     """Refuse what is not a bool."""
     if not isinstance(value, bool):

@@ -3,14 +3,17 @@
 import functools
 import importlib
 import json
+import math
 import re
 import runpy
+import shutil
 import statistics
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from gtracer.lab.results import archive
 from gtracer.lab.results import statistics as results
@@ -373,6 +376,39 @@ def test_the_study_of_sharpness_runs(tmp_path, study):
     again = study("flatness", *words)
     assert file.read_bytes() == before
     assert again.split("digits, clean\n")[-1] == printed.split("digits, clean\n")[-1]
+
+
+def test_the_study_of_sharpness_is_cut_and_made_in_parts(tmp_path, study):
+    """By a limit of time, in the middle of a line, and on a machine that has results.jsonl alone."""
+    words = ["--problems", "digits, 50% noise", "--methods", "SGD", "SAM", "--epochs", "1", "--examples", "64"]
+    words += ["--steps", "2", "--out", str(tmp_path)]
+    assert "2 of 2 models are left" in study("flatness", *words, "--only-seeds", "1", "--seconds", "0")
+    assert not (tmp_path / "results.jsonl").exists()
+    study("flatness", *words, "--only-seeds", "1")
+    file = tmp_path / "results.jsonl"
+    first = file.read_text()
+    shutil.rmtree(tmp_path / "digits-50-noise")
+    file.write_text(first + first.splitlines()[0][:100])
+    printed = study("flatness", *words, "--seeds", "2")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert file.read_text().startswith(first)
+    assert [(row["method"], row["seed"]) for row in rows] == [("SGD", 1), ("SAM", 1), ("SGD", 0), ("SAM", 0)]
+    assert "| 1 epochs, n = 2 | SGD | SAM, ρ 1 |" in printed
+    assert (tmp_path / "digits-50-noise.svg").exists()
+
+
+def test_the_study_of_sharpness_goes_on_after_a_model_that_cannot_be_measured(tmp_path, study):
+    words = ["--problems", "digits, 50% noise", "--methods", "SGD", "SAM", "--epochs", "1", "--examples", "64"]
+    words += ["--steps", "2", "--seeds", "1", "--out", str(tmp_path)]
+    study("flatness", *words)
+    (weights,) = tmp_path.glob("digits-50-noise/digits-sgd-*/model.safetensors")
+    save_file(
+        {name: x.fill_(math.nan) if x.is_floating_point() else x for name, x in load_file(weights).items()}, weights
+    )
+    (tmp_path / "results.jsonl").unlink()
+    printed = study("flatness", *words)
+    assert "there is no sharpness to measure at these weights" in printed
+    assert "| 1 epochs, n = 1 | SAM, ρ 1 |" in printed
 
 
 def test_the_study_of_sharpness_in_parallel_takes_what_a_sweep_has_left(tmp_path, study):

@@ -326,7 +326,7 @@ def _reestimate(model: nn.Module, objective: Objective) -> None:
         for norm in norms:
             norm.momentum = None  # a cumulative mean
             norm.train()
-        for _, batch, _ in objective.sweep():
+        for batch, _ in objective.sweep():
             objective.loss_of(batch)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

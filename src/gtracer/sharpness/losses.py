@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,14 @@ class SplitLoss:
         outputs_of: The model's outputs for a batch, a tensor with an example in each row.
         loss_on: The mean loss of these outputs over the batch's examples.
         correct_on: Which examples these outputs get right, for the accuracy and the PAC-Bayes bound.
+        merge: Puts batches into one, whose loss is the mean over all their examples, or gives None where they do not
+            fit together; such as `concatenated`. On a GPU, small batches are then merged where this changes nothing.
     """
 
     outputs_of: Callable[[Any], Tensor]
     loss_on: Callable[[Tensor, Any], Tensor]
     correct_on: Callable[[Tensor, Any], Tensor] | None = None
+    merge: Callable[[Sequence[Any]], Any] | None = None
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss, for an optimiser too."""
@@ -56,7 +59,34 @@ def classification(model: nn.Module) -> SplitLoss:
         right: Tensor = outputs.argmax(1) == to_model(batch[1])
         return right
 
-    return SplitLoss(outputs_of, loss_on, correct_on)
+    return SplitLoss(outputs_of, loss_on, correct_on, concatenated)
+
+
+def concatenated(batches: Sequence[Any]) -> Any | None:
+    """Batches as one, by the first axes of their tensors; None where these differ in more than their lengths.
+
+    >>> concatenated([(torch.zeros(2, 3), torch.zeros(2)), (torch.zeros(1, 3), torch.zeros(1))])[0].shape
+    torch.Size([3, 3])
+    >>> concatenated([torch.zeros(2, 3), torch.zeros(2, 4)]) is None
+    True
+    """
+    first = batches[0]
+    if any(type(batch) is not type(first) for batch in batches):
+        return None
+    if isinstance(first, Tensor):
+        kinds = {(x.shape[1:], x.dtype, x.device, x.layout, x.ndim > 0) for x in batches}
+        return torch.cat(list(batches)) if len(kinds) == 1 and first.ndim else None
+    if type(first) is dict:
+        if any(batch.keys() != first.keys() for batch in batches):
+            return None
+        columns = {name: concatenated([batch[name] for batch in batches]) for name in first}
+        return None if any(x is None for x in columns.values()) else columns
+    if type(first) in (tuple, list):
+        if any(len(batch) != len(first) for batch in batches):
+            return None
+        parts = [concatenated(column) for column in zip(*batches, strict=True)]
+        return None if any(x is None for x in parts) else type(first)(parts)
+    return None
 
 
 def examples_in(batch: Any) -> int:

@@ -52,6 +52,7 @@ def measure(
     train_mode: bool = False,
     seed: int = 0,
     progress: bool | Progress = True,
+    merge: int | None = None,
 ) -> Sharpness:
     """Measure how sharp the loss is at the model's weights.
 
@@ -95,6 +96,9 @@ def measure(
         train_mode: Keep the model in training mode: batch norm with each batch's statistics, dropout replayed.
         seed: Seed of all random numbers.
         progress: Called with the current task and the share of all work done; True: a line on a terminal.
+        merge: Most examples of a batch that is merged from consecutive ones, for the measures that do not depend on the
+            size of the batches; 0: never (default: 1,024 on a GPU, 0 elsewhere). It needs a loss that says how, such as
+            `classification(model)`, and is not done where merged batches have other outputs.
 
     Raises:
         ValueError: If an argument cannot be used, or there is no data.
@@ -105,19 +109,20 @@ def measure(
     for name, count in {"top": top, "steps": steps, "runs": runs}.items():
         checks.count(name, count)
     for name, count in {"probes": probes, "samples": samples, "ascent": ascent, "seed": seed}.items():
-        _whole(name, count)
+        checks.whole(name, count)
     positive = {"sigma": sigma, "adaptive_sigma": adaptive_sigma, "radius": radius, "adaptive_radius": adaptive_radius}
     for name, number in (positive | ({} if prior is None else {"prior": prior})).items():
         checks.number(name, number, low=0, open_low=True)
     checks.number("tolerance", tolerance, low=0, high=1)
     checks.number("delta", delta, low=0)
     checks.number("confidence", confidence, low=0, high=1, open_low=True, open_high=True)
-    settings = Settings(params, examples_of, train_mode, progress)
+    settings = Settings(params, examples_of, train_mode, progress, merge)
     with opened(model, loss_of, batches, settings) as objective:
         objective.plan(1 + len(kinds) * (runs * steps + bool(probes)) + 4 * samples + bool(ascent) * (4 * ascent + 1))
         averages = None if f is None else _averages(model, objective, f)
         centre = None if start is None else _start(model, objective, start)
         found, gradient = _first_order(model, objective, averages, delta)
+        objective.settle()
         for kind in kinds:
             found[kind] = _spectrum(objective, kind, top, steps, tolerance, runs, probes, seed)
         scales = {"": torch.ones_like(gradient), "_adaptive": objective.weights().abs()}
@@ -182,7 +187,7 @@ def _first_order(
     mean, F = (torch.zeros(objective.size, dtype=objective.dtype, device=objective.home) for _ in range(2))
     inverse = None if averages is None else _inverse(averages, delta)
     each, norms, ratios = [], [], []
-    for told, g in objective.gradients(judged=True):
+    for told, g in objective.gradients():
         each.append(told)
         mean.add_(g, alpha=told.examples)
         g.square_()
@@ -343,10 +348,3 @@ def _worst(
     balls = list(zip(scales.values(), radii, strict=True))
     of_batches = neighbourhood.worst_of_batches(objective, balls, ascent, seed)
     return found | {f"m_worst{name}": Estimate(*each) for name, each in zip(scales, of_batches, strict=True)}
-
-
-def _whole(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
-    if value >= 2**63:
-        raise ValueError(f"{name} must be below 2**63, got {value}")

@@ -27,12 +27,15 @@ class Settings:
         examples_of: How many examples a batch holds (default: the length of its tensors).
         train_mode: Have the model in training mode: batch norm by each batch's own statistics, dropout replayed.
         progress: Called with what is being done and which share of all is done; True: a line on the terminal.
+        merge: Most examples of a batch that is merged from several, where `loss_of` says how; 0: never (default: 1,024
+            on a GPU, 0 elsewhere).
     """
 
     params: Iterable[Tensor] | None = None
     examples_of: Callable[[Any], float] | None = None
     train_mode: bool = False
     progress: bool | Progress = True
+    merge: int | None = None
 
 
 class Kept:
@@ -107,6 +110,8 @@ def checked(model: nn.Module, loss_of: Any, batches: Any, settings: Settings) ->
     if settings.examples_of is not None and not callable(settings.examples_of):
         raise ValueError(f"examples_of must be a function of a batch, got {settings.examples_of!r}")
     checks.flag("train_mode", settings.train_mode)
+    if settings.merge is not None:
+        checks.whole("merge", settings.merge)
     if not isinstance(settings.progress, bool | None) and not callable(settings.progress):
         raise ValueError(
             f"progress must be True, False or a function of what is done and its share, got {settings.progress!r}"

@@ -69,7 +69,7 @@ def worst_of_batches(
     For each of some balls, that is for each s and radius.
     """
     found: list[list[tuple[float, float]]] = [[] for _ in balls]
-    for _, batch, examples in objective.sweep():
+    for batch, examples in objective.sweep():
         with objective.aside():
             alone = objective.only(batch)
             loss, gradient = alone.gradient()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from gtracer import checks
 from gtracer.scopes import Signals, displaced, uninterrupted
 from gtracer.sharpness.losses import Loss, SplitLoss, examples_in
+from gtracer.sharpness.merging import LARGE, Merging
 from gtracer.sharpness.model import Kept, Settings, checked
 from gtracer.sharpness.products import GGN, Products, explained, require_model
 from gtracer.sharpness.progress import Telling
 from gtracer.tensors import Tensors
 
 SAME = 1e-3  # what the loss at the same weights may differ by from sweep to sweep, of its size: bfloat16 is coarse
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,12 @@ def opened(
             model.train(settings.train_mode)
             with torch.inference_mode(False), torch.enable_grad():
                 objective = Objective(loss_of, batches, params, settings, kept, signals)
-                yield objective
+                try:
+                    yield objective
+                except RuntimeError as error:
+                    if not _is_of_memory(error):
+                        raise
+                    raise torch.OutOfMemoryError(objective.needs_memory()) from error
                 objective.telling.end()
         finally:
             kept.restore()
@@ -89,6 +97,7 @@ class Objective:
         self.at_weights: float | None = None  # the loss there
         self._products = Products(loss_of, params)
         self._looked = False  # how a product is to be had
+        self._merging, self._agreed = self._how_to_merge(), False
 
     # Vectors.
 
@@ -123,9 +132,13 @@ class Objective:
         """Say what the sweeps from here on are for, how many are planned, and how many one of them is worth."""
         self.telling.begin(what, sweeps, weight)
 
-    def sweep(self) -> Iterator[tuple[int, Any, float]]:
-        """Each batch with its number and its examples; the same ones in every sweep."""
+    def sweep(self, merged: bool = False) -> Iterator[tuple[Any, float]]:
+        """Each batch and its examples, or each of the larger ones that they are merged to; the same in every sweep."""
         self.kept.restart()
+        yield from self._merging.batches(self._each()) if merged else self._each()
+        self.telling.swept()
+
+    def _each(self) -> Iterator[tuple[Any, float]]:
         total, index = 0.0, -1
         for index, batch in enumerate(self.batches):
             examples = float(self._examples_of(batch))
@@ -134,7 +147,7 @@ class Objective:
             if index >= len(self.counts):
                 self.counts.append(examples)
             total += examples
-            yield index, batch, examples
+            yield batch, examples
             self._let_through()
             self.telling.batch(index + 1, len(self.counts))
         if index < 0:
@@ -144,7 +157,50 @@ class Objective:
                 f"batches held {self.examples:g} examples at first and {total:g} now: they must be the same each time"
             )
         self.examples = total
-        self.telling.swept()
+
+    def _how_to_merge(self) -> Merging:
+        """Examples are independent of each other only in evaluation mode, and a mean only where each counts once."""
+        settings, most = self._settings, self._settings.merge
+        independent = not settings.train_mode and settings.examples_of is None
+        merge = self.loss_of.merge if isinstance(self.loss_of, SplitLoss) and independent else None
+        most = (LARGE if self.home.type == "cuda" else 0) if most is None else most
+        return Merging(merge if most else None, most)
+
+    def _merged(self, make: Callable[[], T]) -> T:
+        """What sweeps over merged batches make; where the memory has no room for these, over smaller ones."""
+        while True:
+            try:
+                self._agree()
+                return make()
+            except RuntimeError as error:
+                if not _is_of_memory(error) or not self._merging.shrink(max(self.counts)):
+                    raise
+
+    def settle(self) -> None:
+        """Compare with the loss by merged batches from here on: on a GPU their sums are made in another order."""
+        self._merged(lambda: None)
+        if self._merging.merge is not None:
+            self.at_weights = self.value().loss
+
+    def _agree(self) -> None:
+        """Merge nothing, unless merged batches have the outputs and the loss of those that they are made of."""
+        if self._agreed or self._merging.merge is None or not isinstance(self.loss_of, SplitLoss):
+            return
+        self.kept.restart()
+        for group in self._merging.groups(self._each()):
+            if not self._merging.agrees(self.loss_of, group):
+                self._merging.merge = None
+                break
+        else:
+            self.evaluated["evaluation"] += 2 * self.examples
+        self._agreed = True
+
+    def needs_memory(self) -> str:
+        """What to do about it."""
+        return (
+            f"there is not enough memory for batches of {max(self.counts, default=0):g} examples and a model of "
+            f"{self.size:,} parameters: pass smaller batches, or fewer steps"
+        )
 
     def _let_through(self) -> None:
         """A Ctrl-C, to whoever handles it: it need not end the measurement, as where training stops after its epoch."""
@@ -161,15 +217,15 @@ class Objective:
     @torch.no_grad()
     def value_here(self) -> Value:
         """The loss at the weights that the model has."""
-        each = [self._evaluated(batch, examples) for _, batch, examples in self.sweep()]
+        each = self._merged(lambda: [self._evaluated(batch, examples) for batch, examples in self.sweep(merged=True)])
         self.evaluated["evaluation"] += self.examples
         return self.mean(each)
 
-    def gradients(self, displacement: Tensor | None = None, judged: bool = False) -> Iterator[tuple[Told, Tensor]]:
-        """Of each batch: what it tells, if `judged` also the share that is right, and its gradient."""
+    def gradients(self, displacement: Tensor | None = None, merged: bool = False) -> Iterator[tuple[Told, Tensor]]:
+        """Of each batch: what it tells, where batches are not merged also the share that is right, and its gradient."""
         with self._moved(displacement):
-            for _, batch, examples in self.sweep():
-                told = self._evaluated(batch, examples, judged)
+            for batch, examples in self.sweep(merged):
+                told = self._evaluated(batch, examples, judged=not merged)
                 checks.loss(told.loss, "sharpness")
                 try:
                     found = torch.autograd.grad(told.loss, list(self.params), allow_unused=True)
@@ -184,25 +240,18 @@ class Objective:
 
     def gradient(self, displacement: Tensor | None = None) -> tuple[float, Tensor]:
         """The loss and its gradient."""
+        return self._merged(lambda: self._gradient(displacement))
+
+    def _gradient(self, displacement: Tensor | None) -> tuple[float, Tensor]:
         total, each = torch.zeros(self.size, dtype=self.dtype, device=self.home), []
-        for told, g in self.gradients(displacement):
+        for told, g in self.gradients(displacement, merged=True):
             total.add_(g, alpha=told.examples)
             each.append(told)
         return self.mean(each).loss, total.div_(self.examples)
 
     def products(self, matrix: str, vectors: list[Tensor]) -> list[Tensor]:
         """The Hessian or the Gauss-Newton matrix times each of these."""
-        totals, each = [torch.zeros_like(v) for v in vectors], []
-        split = [self.pieces(v) for v in vectors]
-        for _, batch, examples in self.sweep():
-            if matrix == GGN and not self._looked:
-                with self.aside():
-                    self._products.look(batch, split[0])
-                self._looked = True
-            found, products = self._products.of(matrix, batch, split)
-            each.append(Told(examples, found.detach()))
-            for total, product in zip(totals, products, strict=True):
-                total.add_(self.flat(product), alpha=examples)
+        each, totals = self._merged(lambda: self._products_of(matrix, vectors))
         self.evaluated[matrix] += len(vectors) * self.examples
         loss = self.mean(each).loss
         if (
@@ -216,6 +265,21 @@ class Objective:
         if not all(self.read([torch.isfinite(total).all() for total in totals])):
             raise FloatingPointError(f"a product with the {matrix} is not finite: measure in float32 or float64")
         return totals
+
+    def _products_of(self, matrix: str, vectors: list[Tensor]) -> tuple[list[Told], list[Tensor]]:
+        """What each batch tells, and the sums over examples."""
+        totals, each = [torch.zeros_like(v) for v in vectors], []
+        split = [self.pieces(v) for v in vectors]
+        for batch, examples in self.sweep(merged=True):
+            if matrix == GGN and not self._looked:
+                with self.aside():
+                    self._products.look(batch, split[0])
+                self._looked = True
+            found, products = self._products.of(matrix, batch, split)
+            each.append(Told(examples, found.detach()))
+            for total, product in zip(totals, products, strict=True):
+                total.add_(self.flat(product), alpha=examples)
+        return each, totals
 
     def mean(self, each: Sequence[Told]) -> Value:
         """Over the examples. Here the numbers are read; at the weights themselves every loss has to be one."""
@@ -238,7 +302,7 @@ class Objective:
 
     def only(self, batch: Any) -> Objective:
         """The loss of this batch alone."""
-        settings = Settings(examples_of=self._examples_of, progress=False)
+        settings = Settings(examples_of=self._examples_of, progress=False)  # one batch, merged with none
         made = Objective(self.loss_of, [batch], self.params, settings, self.kept, self._signals)
         made.at_weights, made.evaluated = self.at_weights, self.evaluated
         return made
@@ -279,6 +343,12 @@ class Objective:
             return Told(examples, loss, correct(outputs, batch).to(self.dtype).mean())
 
     def _is_same(self, loss: float) -> bool:
+        """Whether this is the loss at the weights. Where memory ran out, batches have been merged in another way."""
+        if not self._is_close(loss) and self._merging.merge is not None:
+            self.at_weights = self.value().loss
+        return self._is_close(loss)
+
+    def _is_close(self, loss: float) -> bool:
         before = self.at_weights
         return before is None or abs(loss - before) <= SAME * max(abs(before), SAME)
 
@@ -293,3 +363,9 @@ class Objective:
 
 def _dense(g: Tensor) -> Tensor:
     return g.to_dense() if g.is_sparse else g
+
+
+def _is_of_memory(error: RuntimeError) -> bool:
+    """Whether memory ran out: torch has a class for its own memory on a GPU alone."""
+    words = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(each in str(error) for each in words)

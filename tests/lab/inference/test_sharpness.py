@@ -112,6 +112,10 @@ def test_of_real_numbers_it_is_of_training_s_loss(tmp_path, monkeypatch, capsys,
     rows = {row["name"]: row["value"] for row in told(tmp_path / "run" / "sharpness" / "sharpness.json")["rows"]}
     length = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
     assert rows["gradient_norm"] == pytest.approx(length, rel=1e-4)
+    its = subject(gtracer.load("run"), batch_size=16)
+    options = {"matrices": [], "samples": 1, "ascent": 0, "progress": False}
+    apart, merged = (its.measured(merge=most, **options).expected.value for most in (0, 64))
+    assert merged == pytest.approx(apart, rel=1e-3)
 
 
 def test_a_function_of_one_s_own(tmp_path, monkeypatch, capsys):
@@ -183,6 +187,29 @@ def test_weights_that_are_no_numbers(runs, tmp_path, capsys):
         next(trained.model.parameters()).fill_(math.nan)
     with pytest.raises(gtracer.lab.errors.LabError, match="tracer: the loss of batch 0 is nan"):
         its.measured(progress=False)
+
+
+def test_without_enough_memory_one_line_says_which_option_to_change(runs, monkeypatch):
+    its = subject(gtracer.load(runs / "tracer"), examples=96)
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(its.model, "forward", fails)
+    with pytest.raises(gtracer.lab.errors.LabError) as caught:
+        its.measured(progress=False)
+    said = "tracer: there is not enough memory for batches of 64: choose a smaller --batch-size, or fewer --steps"
+    assert str(caught.value) == said
+
+
+def test_where_batches_are_merged_the_numbers_stay(runs):
+    its = subject(gtracer.load(runs / "tracer"), examples=96, batch_size=16)
+    sizes = []
+    its.model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
+    found = {most: its.measured(merge=most, steps=4, tolerance=0.0, progress=False) for most in (0, 96)}
+    assert set(sizes) == {16, 96}
+    for row, other in zip(*(each.rows() for each in found.values()), strict=True):
+        assert other.value == pytest.approx(row.value, rel=1e-3, abs=1e-6), row.name
 
 
 def test_the_report_has_a_section_of_it(runs, tmp_path, capsys):

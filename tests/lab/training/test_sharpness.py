@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 
 import gtracer
 from gtracer import cli
@@ -108,3 +109,12 @@ def test_runs_without_it_are_called_what_they_were_called():
 def test_where_it_cannot_be_measured_it_is_refused():
     with pytest.raises(LabError, match="sharpness is measured outside of the graphs"):
         _refuse_what_cannot_be_captured(WATCHED)
+
+
+def test_without_enough_memory_one_line_says_what_to_do(tmp_path, monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(sharpness, "measure", fails)
+    with pytest.raises(LabError, match="sharpness = 2: there is not enough memory .* a smaller batch_size"):
+        train(WATCHED, tmp_path, [])

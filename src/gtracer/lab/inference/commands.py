@@ -142,7 +142,8 @@ def _add_sharpness(commands: Any) -> None:
         "--batch-size",
         type=at_least_one,
         metavar="N",
-        help="examples in a batch, the m of m-sharpness (default: that of training)",
+        help="examples in a batch, the m of m-sharpness (default: that of training); what does not depend on it is "
+        "computed in larger batches on a GPU",
     )
     command.add_argument(
         "--split", choices=("train", "test"), default="train", help="data to measure on (default: train)"

@@ -24,6 +24,7 @@ from gtracer.lab.errors import LabError, one_line, raised, shown
 from gtracer.lab.inference.trained import Trained, load
 from gtracer.lab.results import provenance
 from gtracer.lab.results.report.sharpness import FORMAT, NAME
+from gtracer.lab.results.report.sharpness import shown as number
 from gtracer.lab.training.weights import require_same_data
 from gtracer.sharpness import Settings, Sharpness, picture
 
@@ -85,8 +86,12 @@ class Subject:
         try:
             return function(self.model, self.loss_of, self.batches, **options)
         except (ValueError, FloatingPointError, RuntimeError) as error:
-            if "allocate" in str(error):  # there is not enough memory, and what to do then is said elsewhere
-                raise
+            if isinstance(error, torch.OutOfMemoryError) and not self.is_own:
+                size = max(len(labels) for _, labels in self.batches)
+                raise LabError(
+                    f"{self.name}: there is not enough memory for batches of {size}: choose a smaller --batch-size, or "
+                    "fewer --steps"
+                ) from error
             raise LabError(f"{self.name}: {one_line(error)}") from error
         except Exception as error:  # the user's own, of any class
             if not self.is_own or isinstance(error, LabError | MemoryError):
@@ -130,7 +135,11 @@ def _distance(trained: Trained) -> sharpness.SplitLoss:
         outputs: Tensor = trained.model(batch[0]).float()
         return outputs
 
-    return sharpness.SplitLoss(outputs_of, lambda outputs, batch: distance(outputs.squeeze(1), batch[1]))
+    def loss_on(outputs: Tensor, batch: Any) -> Tensor:
+        loss: Tensor = distance(outputs.squeeze(1), batch[1])
+        return loss
+
+    return sharpness.SplitLoss(outputs_of, loss_on, merge=sharpness.concatenated)
 
 
 def found(word: str, *, device: str, last: bool, **chosen: Any) -> Subject:
@@ -182,14 +191,9 @@ def table(measured: Sequence[tuple[str, Sharpness]]) -> Table:
     rows = [{row.name: row for row in each.rows()} for _, each in measured]
     for name in dict.fromkeys(name for row in rows for name in row):
         known = next(row[name] for row in rows if name in row)
-        made.add_row(known.text, *(_cell(row.get(name)) for row in rows), "yes" if known.invariant else "no")
+        cells = [number(row[name].value, row[name].error) if name in row else "" for row in rows]
+        made.add_row(known.text, *cells, "yes" if known.invariant else "no")
     return made
-
-
-def _cell(row: Any) -> str:
-    if row is None:
-        return ""
-    return f"{row.value:.4g}" + (f" ± {row.error:.1g}" if row.error else "")
 
 
 def finite(value: Any) -> Any:

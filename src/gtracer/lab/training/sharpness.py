@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gtracer.lab.data.task import sampled
+from gtracer.lab.errors import LabError
 from gtracer.lab.training.run import Run
-from gtracer.sharpness import SplitLoss, measure
+from gtracer.sharpness import SplitLoss, concatenated, measure
 
 EXAMPLES = 500  # of the training data, the same ones each time
 CHEAP: dict[str, Any] = {"matrices": ["hessian"], "top": 1, "steps": 15, "tolerance": 0.01, "probes": 4, "ascent": 0}
@@ -35,6 +36,11 @@ def row(run: Run) -> dict[str, float]:
             found = {each.name: each.value for each in measure(run.model, _loss(run), _batches(run), **CHEAP).rows()}
         except FloatingPointError:  # training goes on, and says so itself if it diverges
             found = {}
+        except torch.OutOfMemoryError as error:
+            raise LabError(
+                f"sharpness = {every}: there is not enough memory to differentiate a batch of {run.config.batch_size} "
+                "twice: choose a smaller batch_size, or measure afterwards (gtracer sharpness --batch-size)"
+            ) from error
     return {name: found.get(measure_name, math.nan) for name, measure_name in CURVES.items()}
 
 
@@ -45,7 +51,7 @@ def _loss(run: Run) -> SplitLoss:
         outputs: Tensor = run.model(batch[0]).float()
         return outputs
 
-    return SplitLoss(outputs_of, lambda outputs, batch: run.loss(outputs, batch[1]))
+    return SplitLoss(outputs_of, lambda outputs, batch: run.loss(outputs, batch[1]), merge=concatenated)
 
 
 def _batches(run: Run) -> list[tuple[Any, Tensor]]:

@@ -63,5 +63,15 @@ def _cell(row: dict[str, Any]) -> str:
     """A number that is not finite is null there."""
     if row["value"] is None:
         return "not finite"
-    error = row["error"]
-    return f"{row['value']:.4g}" + (f" ± {error:.1g}" if error else "")
+    return shown(row["value"], row["error"])
+
+
+def shown(value: float, error: float | None) -> str:
+    """A number and its error, if it has one.
+
+    >>> shown(548.49, 13.7), shown(0.25, None)
+    ('548.5 ± 14', '0.25')
+    """
+    if not error:
+        return f"{value:.4g}"
+    return f"{value:.4g} ± {error:.0f}" if 99.5 <= error < 1e4 else f"{value:.4g} ± {error:.2g}"
