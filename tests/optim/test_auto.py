@@ -118,15 +118,16 @@ def against(cosine):
 
 def rising(gap, cosine):
     """The share of a full rise for a gap, as a share of the loss on unseen data, less its error."""
-    c = min(1, max(0, cosine))
-    opens, full = 0.02 + 0.25 * c, 0.07 + 0.4 * c
+    c = min(1, max(0, cosine / 0.3))
+    opens, full = 0.02 + 0.08 * c, 0.07 + 0.13 * c
     share = min(1, max(0, (gap - opens) / (full - opens))) * min(1, max(0, (0.7 - cosine) / 0.1))
     return share * (1 - against(cosine))
 
 
 def falling(gap, cosine):
     """How far log ρ falls for a gap and its error."""
-    return max(min(0.35, max(0, 35 * (0.02 + 0.1 * min(1, max(0, cosine)) - gap))), 0.8 * against(cosine))
+    closes = 0.02 + 0.03 * min(1, max(0, cosine / 0.3))
+    return max(min(0.35, max(0, 35 * (closes - gap))), 0.8 * against(cosine))
 
 
 @pytest.mark.parametrize("steps", [EPOCH, 20, 40])
@@ -339,6 +340,33 @@ def test_the_angle_of_the_penalty_decides_what_is_made_of_a_gap(curvature):
     losses = sawtooth(0.0, 1.0, level=4.0, epochs=2)
     found = followed(losses, 1e-4, curvature, steps_per_epoch=10)
     assert found == pytest.approx(math.log(1e-4) + moved, abs=5e-3)  # of the finite difference, times 16
+
+
+@pytest.mark.parametrize("drop", [0.3, 0.0])
+@pytest.mark.parametrize("rho", [1e-9, 100.0])
+def test_where_the_limit_holds_the_penalty_back_it_rises_instead_of_rho(rho, drop):
+    """In closed form: ‖ρ∇T‖ far below its limit, or cut off at it in all steps; a gap, or none. ∇T ⊥ ∇L."""
+    w = nn.Parameter(torch.ones(2).double())
+    opt = SGDTracer([w], lr=0.0, delta=1.0, f0=0.0, beta=0.0, steps_per_epoch=10)
+    opt.controller = replace(opt.controller, wait=10**6)
+    group = opt.param_groups[0]
+    for i, loss in enumerate(sawtooth(0.0, drop, epochs=2)):
+        if i == 19:
+            group["rho_log"] = math.log(1e-3)
+            if not drop:
+                opt.state[w]["rho_evidence"][4] = math.log(3)
+        group["rho"] = rho
+        opt.step(lambda loss=loss: loss + (w[0] ** 2 - w[1] ** 2) / 2)
+    limit = opt.controller.limit(opt).item()
+    if drop:
+        rise, share = 1.6 * rising(drop / 2, 0), float(rho > 1)
+        expected = math.log(1e-3) + (1 - share) * rise, 2 * math.exp(0.5 * share * rise)
+    else:
+        expected = math.log(1e-3) - 0.35, 6 * math.exp(-0.35)
+    assert (group["rho_log"], limit) == pytest.approx(expected, rel=1e-5)
+    group["rho"] = 100.0
+    opt.step(lambda: 2 + (w[0] ** 2 - w[1] ** 2) / 2)
+    assert opt.stats.penalty_ratio == pytest.approx(limit, rel=1e-9)
 
 
 @pytest.mark.parametrize("seen", [4, 3])
