@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
 
 PENALTIES = ("whole", "each")
+DTYPE, GRADIENT = attrgetter("dtype"), attrgetter("grad")
 
 
 class Skipped(Exception):  # noqa: N818  # no error: nobody sees it
@@ -172,8 +174,8 @@ def used(group: dict[str, Any], method: Method) -> Tensors:
     """Those parameters of a group that have a gradient; what is out of the ordinary about them is checked."""
     found: list[Any] = [p for p in group["params"] if p.grad is not None]
     # There are many of them, and almost always nothing is.
-    whole = all(p.dtype == torch.float32 and type(p) in (nn.Parameter, Tensor) for p in found)
-    if whole and all(p.grad.layout == torch.strided for p in found):
+    plain = set(map(DTYPE, found)) <= {torch.float32} and set(map(type, found)) <= {nn.Parameter, Tensor}
+    if plain and {p.grad.layout for p in found} <= {torch.strided}:
         return found
     for label, p in checks.labelled(group):
         if p.grad is not None:
@@ -312,7 +314,7 @@ def begun(
     slices = []
     for group in opt.param_groups:
         if params := used(group, opt.method):
-            gradients = tensors.kept([p.grad for p in params if p.grad is not None])
+            gradients = tensors.kept(list(map(GRADIENT, params)))
             if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
                 gradients = tensors.wide(gradients)
             F = None if start is None else [start[p] for p in params]
