@@ -100,7 +100,7 @@ def why_not_fused(
         "a central difference displaces the weights twice": method.central,
         "scale_free=True": getattr(method, "scale_free", False),
         "an experimental engine makes other passes": method.needs_closure is not None,
-        f"reuse={reuse!r}": not isinstance(reuse, Decayed | None),
+        f"reuse={reuse!r}": reuse is not None and not isinstance(reuse, Decayed),
         "only clipping by the norm of the total is in them": not all(map(_is_one_factor, transforms)),
         "maximize=True": any(group.get("maximize") for group in groups),
         "dampening": any(group.get("momentum") and group.get("dampening") for group in groups),
