@@ -275,7 +275,7 @@ def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
     ahead: list[nn.Module | None] = [model]
     for module in ahead:  # which grows; model.parameters() takes ten times as long
         if module is not None:
-            for p in module._parameters.values():
+            for p in module._parameters.values() if module._parameters else ():
                 if p is not None and id(p) not in known:
                     known.add(id(p))
                     found.append(p)
