@@ -35,7 +35,7 @@ class Driver:
 
 def step(sizes, rho, **options):
     """All kernels of a step of SGD with momentum."""
-    params, g, momenta, f, ahead = ([torch.ones(size) for size in sizes] for _ in range(5))
+    params, g, momenta, f, ahead = ([torch.ones(size, dtype=torch.float32) for size in sizes] for _ in range(5))
     own = {"state": {}, "delta": 0.05, "betas": (0.9, 0.9), "decay": 0, "lr": 0.1} | options
     part = triton_kernels.Launched(params, g, momenta, f, rho=rho, **own)
     reached = part.reach()
@@ -56,6 +56,8 @@ if __name__ == "__main__":
     step([5, 7], 0.02)
     step([5, 7], 0.02)
     step([16], 1, decay=0.1, seed=2**40)  # other numbers, of which Triton would make kernels of their own
+    torch.set_default_dtype(torch.float64)  # of sums too
+    step([5, 7], 0.02)
     print(*driver.active.compiled)
     for name, arguments in driver.active.launched:
         print(name, *map(described, arguments))

@@ -39,10 +39,10 @@ def launch(kernel: Any, programs: int, given: tuple[Any, ...], kind: dict[str, A
     """So many programs of it.
 
     For Triton to look at some forty arguments takes longer than a small net's kernels. But of one kind they are all of
-    one type, so that what was compiled for it can be launched as it is.
+    one type, sums being of the default one, so that what was compiled for it can be launched as it is.
     """
     fixed = [kind[name] for name in kernel.arg_names[len(given) :]]
-    key = (kernel.__name__, given[0].device, *fixed)
+    key = (kernel.__name__, given[0].device, torch.get_default_dtype(), *fixed)
     if (compiled := COMPILED.get(key)) is not None:
         compiled[programs, 1, 1](*given, *fixed)
     else:
