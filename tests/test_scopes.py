@@ -134,8 +134,56 @@ def test_restored_unless_a_number_on_the_device_says_all_is_well(contiguous):
     model[0](torch.randn(5, 3))
     model.table.add_(1)
     after = contents(model)
-    kept.restore_unless(torch.ones(()))
+    kept.restore_unless(torch.ones(()), Buffers(model))
     assert all(map(torch.equal, contents(model), after))
-    kept.restore_unless(torch.zeros(()))
+    kept.restore_unless(torch.zeros(()), Buffers(model))
     assert all(map(torch.equal, contents(model), before))
     assert not all(map(torch.equal, after, before))
+
+
+def test_most_kinds_are_copied_by_one_kernel():
+    """As numbers of 32 bits, of which a count has two, at an even place. Others have memory of their own."""
+    model = Buffered()
+    model.register_buffer("odd", torch.arange(3.0))
+    model.register_buffer("long", torch.tensor([1 / 3, -torch.inf, torch.nan], dtype=torch.float64))
+    model.register_buffer("short", torch.ones(3, dtype=torch.float16))
+    before = contents(model)
+    kept = Buffers(model)
+    assert len(kept._rooms) == 4  # complex numbers, flags, float16
+    for saved, one in zip(kept.saved, before, strict=True):
+        torch.testing.assert_close(saved, one, rtol=0, atol=0, equal_nan=True)
+    for b in model.buffers():
+        b.zero_()
+    kept.restore()
+    for now, one in zip(contents(model), before, strict=True):
+        torch.testing.assert_close(now, one, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("change", ["data", "shape", "other tensor"])
+def test_buffers_that_lie_elsewhere(change):
+    """The same tensor with other memory, more numbers at the same address, another tensor."""
+    model, copies = nn.BatchNorm1d(3), Copies()
+    model.register_buffer("table", torch.zeros(6)[:3])
+    copies.of(model, "a")
+    if change == "data":
+        model.running_mean.data = torch.ones(3)
+    elif change == "shape":
+        model.table.data = model.table.as_strided((6,), (1,))
+    else:
+        model.running_var = torch.ones(3)
+    before = contents(model)
+    with frozen_statistics(copies.of(model, "a")):
+        for b in model.buffers():
+            b.add_(1)
+    assert all(map(torch.equal, contents(model), before))
+
+
+def test_restored_unless_where_a_pass_has_added_a_buffer():
+    """It is the later copy's alone; what both know is put back."""
+    model = nn.BatchNorm1d(3)
+    kept, before = Buffers(model), contents(model)
+    model.register_buffer("late", torch.ones(2))
+    model(torch.randn(4, 3))
+    kept.restore_unless(torch.tensor(False), Buffers(model))
+    assert all(map(torch.equal, contents(model)[:3], before))
+    assert model.late.tolist() == [1.0, 1.0]

@@ -6,9 +6,13 @@ import random
 import signal
 import sys
 import threading
+from _signal import getsignal  # type: ignore[import-not-found]  # signal's own take ten times as long for their enums
+from _signal import signal as set_signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -17,6 +21,8 @@ from torch import Tensor, nn
 
 from gtracer import tensors
 from gtracer.tensors import Tensors
+
+SIZE = attrgetter("nbytes")  # of a tensor
 
 
 @contextmanager
@@ -91,41 +97,51 @@ class Buffers:
 
     def __init__(self, model: nn.Module | None) -> None:
         self._model = model
-        self.buffers: list[Tensor] = []
-        self._kinds: list[Any] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # by each module: where, and what it was
+        self._lie: list[int] = []
+        self._is_plain = True
         self._rooms: list[_Room] = []
         self.save()
 
-    @torch.no_grad()
     def save(self) -> None:
-        """Copy them; into the same memory as before, if they are the same."""
-        once = _buffers_in(self._model)
-        self._places = [place for _, place in once.values()]
-        now = [b for b, _ in once.values()]
-        kinds = [(id(b), b.dtype, b.shape, b.device) for b in now]
-        if kinds != self._kinds:
-            self._kinds, self.buffers = kinds, now
-            self._rooms = _rooms(tensors.local(now))
+        """Copy them; into the same memory as before, if they lie where they lay."""
+        self._held = [(where, where.copy()) for where in _buffers_in(self._model)]
+        found = [b for _, was in self._held for b in was.values() if b is not None]
+        lie = [*map(Tensor.data_ptr, found), *map(SIZE, found)]
+        # Nothing else can have come to where they lay: the rooms keep that memory. What is odd has no address.
+        if lie != self._lie or not self._is_plain:
+            self._lie, self._is_plain = lie, all(map(_is_plain, found))
+            self._rooms = _rooms([_words(b) for b in tensors.local(self.buffers)])
         for room in self._rooms:
             room.save()
+
+    @property
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        """One for each buffer, in their order."""
+        held = ((where, name, b) for where, was in self._held for name, b in was.items())
+        return list({id(b): (where, name) for where, name, b in held if b is not None}.values())
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Each once."""
+        return list({id(b): b for _, was in self._held for b in was.values() if b is not None}.values())
 
     @property
     def saved(self) -> Tensors:
         """The copies, in the order of the buffers."""
         copies = {i: copy for room in self._rooms for i, copy in zip(room.indices, room.copies, strict=True)}
-        return [copies[i] for i in range(len(copies))]
+        return [copies[i].view(b.dtype).view(b.shape) for i, b in enumerate(tensors.local(self.buffers))]
 
     def now(self) -> Tensors:
         """What the model has in their places: a forward pass may change a buffer or put another in its place."""
         there = zip(self._places, self.buffers, strict=True)
         return [b if (found := where.get(name)) is None else found for (where, name), b in there]
 
-    @torch.no_grad()
     def restore(self) -> None:
-        for (where, name), buffer in zip(self._places, self.buffers, strict=True):
-            if where.get(name) is not buffer:
-                where[name] = buffer
+        for where, was in self._held:
+            for name, b in was.items():
+                if where.get(name) is not b and b is not None:
+                    where[name] = b
         for room in self._rooms:
             room.restore()
 
@@ -134,25 +150,34 @@ class Buffers:
         for (where, name), saved in zip(self._places, self.saved, strict=True):
             where[name] = saved.clone()
 
-    @torch.no_grad()
-    def restore_unless(self, healthy: Tensor) -> None:
-        """Where that is 0; on the device, by a few kernels for all of them."""
-        for room in self._rooms:
-            room.restore_unless(healthy)
+    def restore_unless(self, healthy: Tensor, now: Buffers) -> None:
+        """Where that is 0; on the device, by two kernels for all of them.
+
+        Args:
+            healthy: One number.
+            now: A copy of what the model has, which is used up.
+        """
+        same = self._is_plain and now._lie == self._lie
+        for room, other in zip(self._rooms, now._rooms if same else map(_Room.another, self._rooms), strict=True):
+            room.restore_unless(healthy, other)
 
 
 class _Room:
     """Copies of those of some tensors that are of one kind, side by side in one piece of memory."""
 
-    def __init__(self, xs: Tensors, indices: list[int]) -> None:
-        self.indices, self.originals = indices, [xs[i] for i in indices]
-        self._flat, self.copies = self._piece()
-        self._second: tuple[Tensor, Tensors] | None = None
+    def __init__(self, originals: Tensors, indices: list[int]) -> None:
+        self.originals, self.indices = originals, indices
+        # At even places, where numbers twice as long may begin.
+        *starts, size = accumulate((x.numel() + x.numel() % 2 for x in originals), initial=0)
+        self._flat = torch.empty(size, dtype=originals[0].dtype, device=originals[0].device)
+        pairs = zip(starts, originals, strict=True)
+        self.copies = [self._flat[start : start + x.numel()].view(x.shape) for start, x in pairs]
 
-    def _piece(self) -> tuple[Tensor, Tensors]:
-        sizes, kind = [x.numel() for x in self.originals], self.originals[0]
-        flat = torch.empty(sum(sizes), dtype=kind.dtype, device=kind.device)
-        return flat, [part.view(x.shape) for part, x in zip(torch.split(flat, sizes), self.originals, strict=True)]
+    def another(self) -> _Room:
+        """With a copy of what they hold now."""
+        made = _Room(self.originals, self.indices)
+        made.save()
+        return made
 
     def save(self) -> None:
         torch._foreach_copy_(self.copies, self.originals)
@@ -160,11 +185,20 @@ class _Room:
     def restore(self) -> None:
         torch._foreach_copy_(self.originals, self.copies)
 
-    def restore_unless(self, healthy: Tensor) -> None:
-        flat, there = self._second = self._second or self._piece()
-        torch._foreach_copy_(there, self.originals)
-        torch.where(healthy.to(flat.device, torch.bool), flat, self._flat, out=flat)
-        torch._foreach_copy_(self.originals, there)
+    def restore_unless(self, healthy: Tensor, now: _Room) -> None:
+        torch.where(healthy.to(now._flat.device, torch.bool), now._flat, self._flat, out=now._flat)
+        now.restore()
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether all that it holds lies at its address, one after the other."""
+    return type(x) is Tensor and x.is_contiguous()
+
+
+def _words(x: Tensor) -> Tensor:
+    """The same memory, as whole numbers of 32 bits where it fits, so that one kernel copies counts and statistics."""
+    x, fits = x.detach(), _is_plain(x) and x.element_size() in (4, 8) and not x.is_complex()
+    return x.view(-1).view(torch.int32) if fits else x
 
 
 def _rooms(xs: Tensors) -> list[_Room]:
@@ -172,23 +206,18 @@ def _rooms(xs: Tensors) -> list[_Room]:
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
         alike.setdefault((x.dtype, x.device), []).append(i)
-    return [_Room(xs, indices) for indices in alike.values()]
+    return [_Room([xs[i] for i in indices], indices) for indices in alike.values()]
 
 
-def _buffers_in(model: nn.Module | None) -> dict[int, tuple[Tensor, tuple[dict[str, Any], str]]]:
-    """By their ids, each with where it is; shared ones once."""
-    found = {}
-    ahead = [model]
-    while ahead:  # model.modules() takes ten times as long, twice a step
-        module = ahead.pop()
-        if module is None:
-            continue
-        if module._buffers:
-            for name, b in module._buffers.items():
-                if b is not None:
-                    found[id(b)] = (b, (module._buffers, name))
-        if module._modules:
-            ahead.extend(module._modules.values())
+def _buffers_in(model: nn.Module | None) -> list[dict[str, Any]]:
+    """Where they are: those of each module that has some."""
+    found, ahead = [], [model]
+    for module in ahead:  # which grows; model.modules() takes ten times as long, twice a step
+        if module is not None:
+            if module._buffers:
+                found.append(module._buffers)
+            if module._modules:
+                ahead.extend(module._modules.values())
     return found
 
 
@@ -276,12 +305,12 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         # "meta" has no generator and draws nothing; a graph under capture may not be asked.
         asked = [d for d in devices if d.type not in ("cpu", "meta") and not is_capturing()]
-        self._devices = {d: _generator(d).get_rng_state(*_index(d)) for d in asked}
+        self._devices = {d: _random_state(d) for d in asked}
 
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
-            _generator(device).set_rng_state(state, *_index(device))
+            _set_random_state(device, state)
         if self.others is not None:
             restore_others(*self.others)
 
@@ -358,8 +387,22 @@ def is_capturing() -> bool:
     return started and torch.cuda.is_current_stream_capturing()
 
 
-def _generator(device: torch.device) -> Any:
-    return torch.get_device_module(device)
+def _random_state(device: torch.device) -> Tensor:
+    generator = _generator(device)
+    return generator.get_state() if generator else torch.get_device_module(device).get_rng_state(*_index(device))
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if generator := _generator(device):
+        generator.set_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, *_index(device))
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """A GPU's own, where it can be had: torch's functions for it take several times as long, four times a step."""
+    started = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[device.index] if started and device.index is not None else None
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
@@ -435,16 +478,16 @@ def uninterrupted() -> Iterator[Signals]:
     In threads, which get no signals, and where SIGINT is not Python's to handle, it does nothing.
     """
     signals = Signals()
-    if threading.current_thread() is threading.main_thread() and callable(found := signal.getsignal(signal.SIGINT)):
+    if threading.current_thread() is threading.main_thread() and callable(found := getsignal(signal.SIGINT)):
         signals.handler = found
-        signal.signal(signal.SIGINT, signals)
+        set_signal(signal.SIGINT, signals)
     try:
         yield signals
     finally:
         if signals.handler is not None:
             handler: Callable[[int, FrameType | None], Any] = signals.handler
-            if signal.getsignal(signal.SIGINT) == signals:  # unless the caller's code has set another
-                signal.signal(signal.SIGINT, handler)
+            if getsignal(signal.SIGINT) == signals:  # unless the caller's code has set another
+                set_signal(signal.SIGINT, handler)
             if signals.held is not None:
                 handler(*signals.held)
 

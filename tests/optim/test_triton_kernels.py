@@ -364,6 +364,81 @@ def test_the_kernels_compile_for_a_gpu_and_read_four_numbers_at_a_time():
     assert done.stdout.splitlines() == expected
 
 
+def kinds(line):
+    """Of a launch: the kernel and its flags as they are, of numbers whether they are whole."""
+    name, *given = line.split()
+    return name, [x if x in ("True", "False") or x.startswith("torch") else "." in x for x in given]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there they are launched")
+def test_a_kernel_is_launched_as_triton_did_it_the_first_time():
+    """Compiled once, whatever its numbers are. A driver that launches nothing notes what it is handed."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SUPPORT / "launches_for_a_gpu.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    compiled, *launches = done.stdout.splitlines()
+    names = ["reach_kernel", "displace_kernel", "total_kernel", "finish_kernel"]
+    assert compiled.split() == 2 * names
+    first, again, others, wide = (launches[i : i + 4] for i in range(0, 16, 4))
+    assert first == again
+    assert list(map(kinds, first)) == list(map(kinds, others))
+    assert wide == [line.replace("float32", "float64") for line in first]
+    assert [line.split()[0] for line in first] == names
+
+
+def lying_otherwise(x):
+    return x.T.contiguous().T
+
+
+CHANGES = {  # of the optimiser, a weight and one that it has not; and whether the kernels make the next step
+    "weights elsewhere": (lambda opt, w, v: setattr(w, "data", w.data.clone()), True),
+    "weights that lie otherwise": (lambda opt, w, v: setattr(w, "data", lying_otherwise(w.data)), False),
+    "f elsewhere": (lambda opt, w, v: opt.state[w].update(f=opt.state[w]["f"].clone()), True),
+    "f that lies otherwise": (lambda opt, w, v: opt.state[w].update(f=lying_otherwise(opt.state[w]["f"])), False),
+    "the same f, lying otherwise": (
+        lambda opt, w, v: setattr(opt.state[w]["f"], "data", lying_otherwise(opt.state[w]["f"].data)),
+        False,
+    ),
+    "f at the same address, lying otherwise": (
+        lambda opt, w, v: opt.state[w].update(f=opt.state[w]["f"].as_strided((6, 7), (1, 6))),
+        False,
+    ),
+    "no momentum": (lambda opt, w, v: opt.state[w].pop("momentum_buffer"), True),
+    "a group more": (lambda opt, w, v: opt.add_param_group({"params": [v]}), True),
+    "a checkpoint": (lambda opt, w, v: opt.load_state_dict(opt.state_dict()), True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_was_looked_at_before_has_changed(name, finished, monkeypatch):
+    """While nothing has, weights and state are known, and not looked at again in each step."""
+    change, is_fused = CHANGES[name]
+    monkeypatch.setattr("gtracer.optim.optimizer.FUSED_ON", {"cuda", "cpu"})
+    looked, note = [], kernels.Seen.note
+    monkeypatch.setattr(kernels.Seen, "note", lambda self, *given: looked.append(1) or note(self, *given))
+
+    def found(**own):
+        torch.manual_seed(0)
+        w, v = (nn.Parameter(torch.randn(6, 7, device=DEVICE)) for _ in range(2))
+        opt = SGDTracer([w], 0.01, momentum=0.9, rho=0.02, delta=0.05, **own)
+        held = []
+        for step in range(6):
+            if step == 4:
+                change(opt, w, v)
+            if opt.implementation == "auto":
+                # In the first step the state is not there yet, in the second it is.
+                assert (len(finished), len(looked)) == ((step, 1) if 0 < step <= 4 else (len(finished), len(looked)))
+            held.append(torch.zeros(100 * step, device=DEVICE))  # gradients come to lie elsewhere
+            opt.zero_grad(set_to_none=True)
+            opt.step(lambda: (w * v).pow(2).sum() + w.pow(4).sum())
+        return w.detach().clone(), v.detach().clone()
+
+    for one, other in zip(found(), found(implementation="foreach"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert len(finished) == (6 if is_fused else 4)
+
+
 @pytest.mark.parametrize("cls", [AdamWTracer, SGDTracer])
 @pytest.mark.parametrize("clip", [None, Clip(norm=0.3)], ids=["plain", "clipped"])
 @pytest.mark.parametrize("rho", [50.0, 0.02])

@@ -4,7 +4,7 @@ import re
 
 POINTERS = {"blocks": "*i32", "sizes": "*i64", "rows": "*i64", "ahead": "*i64", "n": "i32"}
 POINTERS |= {"before": "*i64", "stride": "i32", "seed": "i32"}
-POINTERS |= dict.fromkeys(("sums", "reached", "limit", "shrink", "healthy", "lr"), "*fp32")
+POINTERS |= dict.fromkeys(("sums", "reached", "limit", "shrink", "lr"), "*fp32") | {"healthy": "*i8"}
 FIXED = {"FIRST": True, "DAMPED": True, "BLOCK": 2048, "AGAIN": False, "KEPT": True, "MOMENTUM": True, "NESTEROV": True}
 FIXED |= {"WHOLE": True, "CLIPPED": True, "GUARDED": True, "LIMITED": True, "AWAY": True, "BACK": False}
 

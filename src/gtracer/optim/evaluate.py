@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gtracer.optim.optimizer import TwoPassOptimizer
 
 PENALTIES = ("whole", "each")
+DTYPE, LAYOUT = attrgetter("dtype"), attrgetter("layout")
 
 
 class Skipped(Exception):  # noqa: N818  # no error: nobody sees it
@@ -168,19 +170,21 @@ def pass_with_graph(loss_of: Callable[[], Any], around: Surroundings, method: Tr
     return at
 
 
-def used(group: dict[str, Any], method: Method) -> Tensors:
-    """Those parameters of a group that have a gradient; what is out of the ordinary about them is checked."""
-    found: list[Any] = [p for p in group["params"] if p.grad is not None]
+def used(group: dict[str, Any], method: Method) -> tuple[Tensors, Tensors]:
+    """Those parameters of a group that have a gradient, and it; what is out of the ordinary about them is checked."""
+    found, gradients = list(group["params"]), [p.grad for p in group["params"]]
+    if type(None) in set(map(type, gradients)):
+        found, gradients = [p for p in found if p.grad is not None], [g for g in gradients if g is not None]
     # There are many of them, and almost always nothing is.
-    whole = all(p.dtype == torch.float32 and type(p) in (nn.Parameter, Tensor) for p in found)
-    if whole and all(p.grad.layout == torch.strided for p in found):
-        return found
+    plain = set(map(DTYPE, found)) <= {torch.float32} and set(map(type, found)) <= {nn.Parameter, Tensor}
+    if plain and set(map(LAYOUT, gradients)) <= {torch.strided}:
+        return found, gradients
     for label, p in checks.labelled(group):
         if p.grad is not None:
             refusals.check_parameter(method, label, p)
             if p.grad.layout != torch.strided:
                 raise RuntimeError(f"{label} has a sparse gradient: use dense ones (Embedding(sparse=False))")
-    return found
+    return found, gradients
 
 
 @dataclass(frozen=True)
@@ -311,8 +315,9 @@ def begun(
     """A step, from the gradients of its first pass; `wide`, in float32 where they are in bfloat16."""
     slices = []
     for group in opt.param_groups:
-        if params := used(group, opt.method):
-            gradients = tensors.kept([p.grad for p in params if p.grad is not None])
+        params, gradients = used(group, opt.method)
+        if params:
+            gradients = tensors.kept(gradients)
             if wide and found.evaluation is None:  # else they have a graph, which is in bfloat16
                 gradients = tensors.wide(gradients)
             F = None if start is None else [start[p] for p in params]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Fusion:
     def __init__(self) -> None:
         self.obstacle: str | None = None
         self.verdicts: list[Verdict] = []
+        self._seen: defaultdict[int, kernels.Seen] = defaultdict(kernels.Seen)  # of each group
 
     def takes(self, opt: TwoPassOptimizer, call: Call, params: Tensors) -> bool:
         """Whether a step is to be theirs, as far as is known before its gradients are there."""
@@ -52,7 +54,7 @@ class Fusion:
         """Those of a step, once its gradients are there."""
         if not (isinstance(method, TraceRatio) and step.slices):
             return None
-        found = kernels.TwoKernels.of(step, method, rule, transforms)
+        found = kernels.TwoKernels.of(step, method, rule, transforms, self._seen)
         if found is None:
             self.obstacle = "a gradient or a state does not lie in memory as the kernels read it"
         return found
@@ -98,7 +100,7 @@ def why_not_fused(
         "a central difference displaces the weights twice": method.central,
         "scale_free=True": getattr(method, "scale_free", False),
         "an experimental engine makes other passes": method.needs_closure is not None,
-        f"reuse={reuse!r}": not isinstance(reuse, Decayed | None),
+        f"reuse={reuse!r}": reuse is not None and not isinstance(reuse, Decayed),
         "only clipping by the norm of the total is in them": not all(map(_is_one_factor, transforms)),
         "maximize=True": any(group.get("maximize") for group in groups),
         "dampening": any(group.get("momentum") and group.get("dampening") for group in groups),

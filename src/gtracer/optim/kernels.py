@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gtracer.optim.triton_kernels import Launched
 
 READ = {torch.float32, torch.bfloat16}  # by the two kernels
+DTYPE = attrgetter("dtype")
 
 
 def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroundings, *, loss: bool) -> str:
@@ -46,7 +49,8 @@ def look(opt: TwoPassOptimizer, step: Step, kernels: TwoKernels, around: Surroun
         step.stats = Stats.of_squares(step.loss, kernels.reached, None)
         return step.stats.nonfinite(loss=loss) or "the norm of the penalty's gradient is not finite"
     if around.statistics is not None:
-        around.statistics.restore_unless(healthy)
+        now = around.frozen or around.copies.of(around.model, "of the first pass")
+        around.statistics.restore_unless(healthy, now)
     return ""
 
 
@@ -63,14 +67,34 @@ def finish(step: Step, kernels: TwoKernels, state: dict[Tensor, dict[str, Any]])
 
 def readable(*lists: Tensors) -> bool:
     """Whether the kernels can read them: whole tensors of float32 or bfloat16, all on one GPU."""
-    tensors = [t for part in lists for t in part]
+    tensors = [*chain.from_iterable(lists)]
     if not tensors:
         return True
-    alike = {t.dtype for t in tensors} <= READ and len({t.device for t in tensors}) == 1
+    alike = set(map(DTYPE, tensors)) <= READ and len(set(map(Tensor.get_device, tensors))) == 1
     return alike and tensors[0].is_cuda and all(map(Tensor.is_contiguous, tensors))
 
 
-def launched(rule: Rule, part: Slice) -> Launched | None:
+class Seen:
+    """Weights and state that the kernels can read: to look at each of them takes longer than a small net's kernels.
+
+    They are known as long as they are these very tensors, at these very addresses.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: Tensors = ()
+        self._places: tuple[int, ...] = ()
+
+    def know(self, tensors: Tensors, places: tuple[int, ...]) -> bool:
+        """Whether nothing has changed since they were looked at."""
+        alike = places == self._places and len(tensors) == len(self._tensors)
+        return alike and all(map(is_, tensors, self._tensors))
+
+    def note(self, tensors: Tensors, places: tuple[int, ...]) -> None:
+        """They have been."""
+        self._tensors, self._places = tensors, places
+
+
+def launched(rule: Rule, part: Slice, seen: Seen) -> Launched | None:
     """The slice for the kernels, with its state; None where that lies so that they cannot read it."""
     from gtracer.optim.triton_kernels import Launched
 
@@ -106,7 +130,7 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
         counts, momentum = [], group["momentum"]
         f = [own.get("f") for own in known]
         momenta = [own.get("momentum_buffer") for own in known] if momentum else []
-        if any(x is None for x in (*f, *momenta)):
+        if type(None) in set(map(type, (*f, *momenta))):
             given = f, momenta
             f = rule.average(part)
             # Without one before, SGD's first momentum is the gradient alone.
@@ -119,10 +143,17 @@ def launched(rule: Rule, part: Slice) -> Launched | None:
                         new.setdefault(p, {})[name] = y
         numbers |= {"betas": (momentum, 1 - hyper["beta"]), "nesterov": group["nesterov"]}
     state_of = torch.bfloat16 if low else torch.float32
-    alike = len({t.dtype for t in (*params, *part.gradients)}) == 1 and {t.dtype for t in (*momenta, *f)} == {state_of}
-    if not alike or not readable(params, part.gradients, momenta, f, counts):
+    gradients, stay = part.gradients, [*params, *momenta, *f, *counts]
+    # torch lets no gradient lie on another device.
+    if set(map(DTYPE, gradients)) != {params[0].dtype} or not all(map(Tensor.is_contiguous, gradients)):
         return None
-    return Launched(params, part.gradients, momenta or None, f, state=new, **numbers)
+    found = Launched(params, gradients, momenta or None, f, state=new, **numbers)
+    if not seen.know(stay, found.places):
+        alike = len(set(map(DTYPE, params))) == 1 and set(map(DTYPE, (*momenta, *f))) == {state_of}
+        if not alike or not readable(stay):
+            return None
+        seen.note(stay, found.places)
+    return found
 
 
 class TwoKernels:
@@ -153,9 +184,11 @@ class TwoKernels:
         self._squared: Tensor | None = None
 
     @classmethod
-    def of(cls, step: Step, method: TraceRatio, rule: Rule, transforms: tuple[Transform, ...]) -> TwoKernels | None:
+    def of(
+        cls, step: Step, method: TraceRatio, rule: Rule, transforms: tuple[Transform, ...], seen: dict[int, Seen]
+    ) -> TwoKernels | None:
         """For a step; None where its tensors lie so that the kernels cannot read them."""
-        parts = [launched(rule, part) for part in step.slices]
+        parts = [launched(rule, part, seen[i]) for i, part in enumerate(step.slices)]
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
@@ -211,12 +244,12 @@ class TwoKernels:
             start = own.stop
 
     def look(self, loss: Tensor | None) -> Tensor:
-        """1 where all numbers are finite, else 0; on the device."""
+        """Whether all numbers are finite; on the device."""
         losses = [] if loss is None else [loss.detach().reshape(1).to(self.reached)]
         numbers = torch.cat([*losses, self.reached, self._squares()])
         self.loss = numbers if losses else None
         # torch.isfinite is five kernels. What is NaN is not below infinity either.
-        self.healthy = (torch.linalg.vector_norm(numbers, math.inf) < math.inf).to(self.reached)
+        self.healthy = torch.linalg.vector_norm(numbers, math.inf) < math.inf
         return self.healthy
 
     def abandon(self) -> None:

@@ -197,7 +197,8 @@ def scale_of(factor: Tensor | None, most: float | Tensor | None, gradient: Tenso
     if most is None:
         return factor
     size = penalty if factor is None else penalty * factor
-    limit = torch.where(size > most * gradient, most * gradient / size, torch.ones_like(size))
+    # 1 where it is short enough, or no number; in few kernels.
+    limit = (most * gradient / size).nan_to_num_(1.0, posinf=1.0).clamp_(max=1.0)
     return limit if factor is None else limit * factor
 
 
@@ -235,6 +236,7 @@ class Surroundings:
     signals: Signals
     loops: list[Loop] = field(default_factory=list)  # of all whose passes these are
     statistics: Buffers | None = None  # the model's before the step, where they may be wanted again
+    frozen: Buffers | None = None  # those that a displaced pass has found, and left
     drawn: RandomState | None = None  # where the random numbers of the first pass end, once a second has begun
     others: list[Tensor] = field(default_factory=list)  # parameters that are not the optimiser's: the model's first
     in_model: int = 0  # how many of them are the model's
@@ -271,14 +273,14 @@ def in_model(model: nn.Module, own: Tensors) -> list[Tensor]:
     known = set(map(id, own))
     found: list[Tensor] = []
     ahead: list[nn.Module | None] = [model]
-    while ahead:  # model.parameters() takes ten times as long
-        module = ahead.pop()
+    for module in ahead:  # which grows; model.parameters() takes ten times as long
         if module is not None:
-            for p in module._parameters.values():
+            for p in module._parameters.values() if module._parameters else ():
                 if p is not None and id(p) not in known:
                     known.add(id(p))
                     found.append(p)
-            ahead.extend(module._modules.values())
+            if module._modules:
+                ahead.extend(module._modules.values())
     return found
 
 
@@ -293,7 +295,7 @@ def all_or_nothing(around: Surroundings, *, anew: bool = False, checked: bool = 
     """
     if anew:
         tensors.forget(around.params)
-    gradients = [p.grad for p in around.params]
+    gradients = [None] * len(around.params) if anew else [p.grad for p in around.params]
     without = [p for p in around.others if p.grad is None]
     start = around.random if around.begins else RandomState(around.devices)
     # The device waits for the copy of the statistics: in a step that keeps no copies nothing but a closure that fails
@@ -342,6 +344,7 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
             passes_again.reset(token)
             if statistics is not None:
                 statistics.restore()
+                around.frozen = statistics
             if around.aside:
                 put_back(around)
 
@@ -363,5 +366,5 @@ def put_back(around: Surroundings) -> None:
 def gradients_ahead(params: Tensors, *, keep: bool) -> Tensors:
     """What a displaced pass has left in `.grad`; `keep` it where another pass follows."""
     # A parameter that drops out of the loss at the displaced weights has gradient zero there.
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    gradients = [torch.zeros_like(p) if (g := p.grad) is None else g for p in params]
     return tensors.kept(gradients) if keep else gradients

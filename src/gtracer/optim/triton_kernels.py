@@ -6,9 +6,11 @@ which tensor a block belongs, and which of its blocks it is.
 
 from __future__ import annotations
 
+import inspect
 import math
 from array import array
 from functools import cache, lru_cache, reduce
+from itertools import chain
 from operator import or_
 from typing import Any
 
@@ -16,12 +18,35 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from gtracer.scopes import is_capturing
 from gtracer.tensors import Tensors
 
 BLOCK = 2048
+COMPILED: dict[tuple[Any, ...], Any] = {}  # kernels, by what they were compiled for
 FEW = 2**22  # weights in bfloat16, up to which a copy is kept while they are displaced
+
+
+def launched(function: Any) -> Any:
+    """A kernel that is compiled for the types of its arguments, and not once more for some of their values."""
+    names = [name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)]
+    numbers = [name for name in inspect.signature(function).parameters if name not in names]
+    return triton.jit(function, do_not_specialize=numbers)
+
+
+def launch(kernel: Any, programs: int, given: tuple[Any, ...], kind: dict[str, Any]) -> None:
+    """So many programs of it.
+
+    For Triton to look at some forty arguments takes longer than a small net's kernels. But of one kind they are all of
+    one type, sums being of the default one, so that what was compiled for it can be launched as it is.
+    """
+    fixed = [kind[name] for name in kernel.arg_names[len(given) :]]
+    key = (kernel.__name__, given[0].device, torch.get_default_dtype(), *fixed)
+    if (compiled := COMPILED.get(key)) is not None:
+        compiled[programs, 1, 1](*given, *fixed)
+    else:
+        COMPILED[key] = kernel[programs, 1, 1](*given, *fixed)  # the interpreter compiles nothing
 
 
 @triton.jit
@@ -174,7 +199,7 @@ def scale(reached, radius):
     return tl.where(length > 0, radius / length, 0.0)
 
 
-@triton.jit
+@launched
 def reach_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, rho, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -193,7 +218,7 @@ def reach_kernel(
             tl.store(at + 2, tl.sum(g * g))
 
 
-@triton.jit(do_not_specialize=["seed"])
+@launched
 def displace_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, seed, BACK: tl.constexpr,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -223,7 +248,7 @@ def pushed(ahead, g, reached, radius, factor, AGAIN: tl.constexpr):
     return 2 * tl.sqrt(tl.load(reached)) / radius * (ahead - g)
 
 
-@triton.jit
+@launched
 def total_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, ahead, factor, sums,
     ADAM: tl.constexpr, FIRST: tl.constexpr, DAMPED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -241,7 +266,7 @@ def total_kernel(
             tl.store(sums + 2 * tl.program_id(0) + 1, tl.sum(total * total))
 
 
-@triton.jit(do_not_specialize=["seed"])
+@launched
 def finish_kernel(
     blocks, sizes, n, rows, f0, delta, log_beta2, reached, radius, rho, ahead, factor, limit, shrink, healthy, lr, sums,
     seed, log_beta1, beta1, less1, beta2, less2, eps, decay,
@@ -277,7 +302,7 @@ def finish_kernel(
                 w = widened(w.to(tl.int32, bitcast=True) >> 16, rest)
             go = True
             if GUARDED:
-                go = tl.load(healthy) > 0
+                go = tl.load(healthy) != 0
             before = w
             if KEPT:
                 last = penalty
@@ -374,24 +399,31 @@ class Launched:
         self.params, self.state, self._counts = params, state, counts
         self._device = params[0].device
         self._rows = Rows(params, g, momenta or params, averages, rest or params, *([counts] if counts else []))
-        self._blocks = blocks_of(tuple(p.numel() for p in params), BLOCK, self._device)
-        self._rho, self._betas, self._options, self._seed = rho, betas, options, 4 * seed
+        self._blocks = blocks_of(tuple(map(Tensor.numel, params)), BLOCK, self._device)
+        self._programs = len(self._blocks[0])
+        # Of the seed these bits alone are looked at. A whole number would be another type.
+        self._rho, self._betas, self._options, self._seed = float(rho), betas, options, 4 * seed % 2**20
         self._has_momentum = momenta is not None
-        self._numbers = (0.0 if f0 is None else f0, delta, _log(betas[1]))
+        self._numbers = (float(f0 or 0), float(delta), _log(betas[1]))
         self._kind = {"ADAM": bool(counts), "FIRST": f0 is None, "DAMPED": delta > 0, "BLOCK": BLOCK}
         self._copy: list[Tensor] | None = None
         self._away = False
         narrow = {"NARROW": params[0].dtype, "LOW": averages[0].dtype}
         self._kind |= {name: dtype == torch.bfloat16 for name, dtype in narrow.items()}
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """Where all but the gradients lie."""
+        return self._rows.listed[: len(self.params)] + self._rows.listed[2 * len(self.params) :]
+
     def _launch(self, kernel: Any, *arguments: Any, aligned: bool = True, **kind: bool) -> None:
         """One program for each block."""
         given = (*self._blocks, self._rows.addresses, *self._numbers, *arguments)
-        kernel[(len(self._blocks[0]),)](*given, ALIGNED=aligned and self._rows.aligned, **self._kind, **kind)
+        launch(kernel, self._programs, given, {**self._kind, **kind, "ALIGNED": aligned and self._rows.aligned})
 
     def _sums(self, count: int) -> Tensor:
         """Room for so many of every block."""
-        return torch.empty(len(self._blocks[0]), count, device=self._device)
+        return torch.empty(self._programs, count, device=self._device)
 
     def reach(self) -> Tensor:
         """Sums of u², of (∇L)²/(f + δ) and of (∇L)²."""
@@ -426,11 +458,11 @@ class Launched:
             again: In that case the factor to multiply it by.
             kept: Where to put ρ∇T, if anywhere.
         """
-        self._ahead = [
-            t.to(p.dtype).contiguous() for t, p in zip(ahead, self.params, strict=True)
-        ]  # there until the kernels are on their way
+        dtype = self.params[0].dtype
+        # There until the kernels are on their way. Almost always nothing is to be done, and to ask takes long.
+        self._ahead = [t if t.dtype is dtype and t.is_contiguous() else t.to(dtype).contiguous() for t in ahead]
         self._second = Rows(self._ahead, *([kept] if kept is not None else []))
-        self._factor = 0.0 if again is None else again
+        self._factor = float(again or 0)
         self._source = {"AGAIN": again is not None, "aligned": self._second.aligned}
         self._keeps = kept is not None
 
@@ -455,7 +487,7 @@ class Launched:
             radius: Likewise.
             limit: What ρ∇T is multiplied by, if by anything.
             shrink: What ∇L + ρ∇T is, then.
-            healthy: 1, or 0 where the update is not to be made; None where nobody has looked.
+            healthy: Whether the update is to be made; None where nobody has looked.
 
         Returns:
             Sums of (ρ∇T)² and of (∇L + ρ∇T)² over each block.
@@ -463,8 +495,9 @@ class Launched:
         own, sums = self._options, self._sums(2)
         lr = own["lr"].to(sums) if isinstance(own["lr"], Tensor) else float(own["lr"])
         first, second = self._betas
-        numbers = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
-        pointers = [sums if number is None else number for number in (limit, shrink, healthy)]  # else not read
+        rates = (_log(first), first, 1 - first, second, 1 - second, own.get("eps", 0.0), own["decay"])
+        flag = None if healthy is None else healthy.view(torch.int8)
+        pointers = [sums if number is None else number for number in (limit, shrink, flag)]  # else not read
         given = (reached, radius, self._rho, self._second.addresses, self._factor, *pointers, lr, sums, self._seed)
         kind = {"MOMENTUM": self._has_momentum, "NESTEROV": own.get("nesterov", False)}
         kind |= {
@@ -474,13 +507,13 @@ class Launched:
             "CLIPPED": shrink is not None,
         }
         kind |= {"GUARDED": healthy is not None, "LIMITED": limit is not None, "RATE": isinstance(lr, float)}
-        self._launch(finish_kernel, *given, *numbers, **kind, **self._source)
+        self._launch(finish_kernel, *given, *map(float, rates), **kind, **self._source)
         return sums
 
     def count_(self, healthy: Tensor | None) -> None:
         """One step more, if it was made."""
         if self._counts:
-            one = 1 if healthy is None else [healthy] * len(self._counts)  # a tensor alone is read back
+            one = 1 if healthy is None else [healthy.to(self._counts[0].dtype)] * len(self._counts)  # one is read back
             torch._foreach_add_(self._counts, one)
 
 
@@ -489,20 +522,28 @@ class Rows:
 
     def __init__(self, *lists: Tensors) -> None:
         device = lists[0][0].device
-        listed = array("q", [t.data_ptr() for tensors in lists for t in tensors])
-        self.aligned = reduce(or_, listed) % 16 == 0
+        self.listed = tuple(map(Tensor.data_ptr, chain.from_iterable(lists)))
         if is_capturing():
-            self.addresses = as_arguments(listed.tolist(), device)
+            self.addresses, self.aligned = as_arguments(list(self.listed), device), are_aligned(self.listed)
         else:
-            stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-            self.addresses = table_of(listed.tobytes(), device, stream)
+            stream = driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
+            self.addresses, self.aligned = table_of(self.listed, device, stream)
 
 
 @lru_cache(maxsize=64)
-def table_of(addresses: bytes, device: torch.device, stream: int) -> Tensor:
-    """A tensor of them, on its way to the device. In most steps everything lies where it lay in one before."""
-    table = torch.frombuffer(bytearray(addresses), dtype=torch.int64)  # torch.tensor takes ten times as long
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+def table_of(addresses: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, bool]:
+    """A tensor of them, on its way to the device; and whether they are aligned.
+
+    In most steps everything lies where it lay in one before.
+    """
+    table = torch.frombuffer(array("q", addresses), dtype=torch.int64)  # torch.tensor takes ten times as long
+    table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return table, are_aligned(addresses)
+
+
+def are_aligned(addresses: tuple[int, ...]) -> bool:
+    """Whether four numbers can be read at a time."""
+    return reduce(or_, addresses) % 16 == 0
 
 
 def as_arguments(numbers: list[int], device: torch.device) -> Tensor:
