@@ -21,7 +21,7 @@ from transformers import Adafactor, Trainer  # noqa: E402
 from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer, TracerPenalty  # noqa: E402
 from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
 from gtracer.optim.masters import REST, joined  # noqa: E402
-from support.trainers import LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
+from support.trainers import EXAMPLES, LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -63,6 +63,30 @@ def test_the_optimiser_is_told_how_long_an_epoch_is(tmp_path, accumulation):
         words = {"num_train_epochs": epochs, "gradient_accumulation_steps": accumulation}
         _, made = trained(tmp_path / str(epochs), words={"tracer": {"rho": "auto"}}, **words)
         assert made.optimizer.optimizer.steps_per_epoch == made.state.global_step / epochs
+
+
+def test_data_without_a_length_tells_nothing_of_an_epoch(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from data()
+
+    words = {"tracer": {"rho": "auto"}, "train_dataset": Stream()}
+    _, made = trained(tmp_path, words=words, max_steps=4)
+    assert made.optimizer.optimizer.steps_per_epoch is None
+
+
+def test_a_rho_that_sets_itself_learns_of_every_loss(tmp_path):
+    """Also while ρ is 0 and there is no second pass."""
+    model, twin = bert().double(), bert().double().train()
+    own = {"weight_decay": 0.0, "num_train_epochs": 12, "per_device_train_batch_size": 4}
+    _, made = trained(tmp_path, Watched, model=model, words={"tracer": {"rho": "auto"}}, **own)
+    opt = AdamWTracer(twin.parameters(), lr=1e-2, weight_decay=0.0, steps_per_epoch=EXAMPLES // 4)
+    for batch in made.seen:
+        opt.step(lambda batch=batch: twin(**batch).loss)
+    states = made.optimizer.optimizer.state, opt.state
+    found, expected = ([x["rho_evidence"] for x in state.values() if "rho_evidence" in x] for state in states)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert expected[0][8] > 1  # epochs in a row
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

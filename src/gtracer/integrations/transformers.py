@@ -18,6 +18,7 @@ from transformers import Trainer
 
 from gtracer.integrations.records import held
 from gtracer.optim import AdamWTracer, Tracer, TwoPassOptimizer
+from gtracer.optim.loops import tell_loss
 from gtracer.penalty import RHO_ADAPTERS, RHO_FINE_TUNING, TracerPenalty
 from gtracer.scopes import second_pass
 
@@ -153,17 +154,20 @@ class TracerMixin(_MeanLoss):
         opt = self._two_pass_optimizer()
         if opt.model is None:
             opt.model = model  # whose buffers the second pass leaves alone; wrapped, as several processes want it
-            if opt.steps_per_epoch is None:
-                opt.steps_per_epoch = max(1, round(self.state.max_steps / self.state.num_train_epochs))
+            epochs = self.state.num_train_epochs  # a huge number, where the data has no length
+            if opt.steps_per_epoch is None and epochs <= self.state.max_steps:
+                opt.steps_per_epoch = round(self.state.max_steps / epochs)
         if not self._window:
             opt.zero_grad()  # also where random numbers begin
         self._window.append((inputs, num_items_in_batch))
         loss = self._plain_step(model, inputs, num_items_in_batch)
         self._losses.append(loss.detach())
         if self.accelerator.sync_gradients:
+            mean = torch.stack(self._losses).sum()
+            tell_loss(opt, mean)
             try:
                 if opt.second_pass_due:
-                    self._second_pass(model, opt, torch.stack(self._losses).sum())
+                    self._second_pass(model, opt, mean)
             finally:
                 self._losses.clear()
                 self._window.clear()
