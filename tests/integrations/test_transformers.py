@@ -491,3 +491,16 @@ def test_evaluation_is_without_penalty(tmp_path):
 def test_the_example_with_the_penalty_in_the_loss(tmp_path):
     example = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))
     assert logged(example["main"](str(tmp_path), epochs=1, kind=PenaltyTrainer), "trace_ratio").min() > 0
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("kind", [TracerTrainer, PenaltyTrainer])
+def test_a_model_card_names_the_optimiser_and_rho(tmp_path, kind, optim):
+    _, made = trained(tmp_path, kind, model=eager(), num_train_epochs=1, optim=optim)
+    for _ in range(2):
+        made.create_model_card(model_name="mine")
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    (found,) = (i for i, line in enumerate(lines) if line.startswith("- optimizer:"))
+    assert "rho=0.01" in lines[found]
+    assert {"adamw_torch": "AdamW", "sgd": "SGD"}[optim] in lines[found]
+    assert lines[found + 1].startswith("- lr_scheduler_type")
