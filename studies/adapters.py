@@ -36,7 +36,7 @@ from gtracer.lab.models import encoders
 
 TASKS = {"BoolQ": text.boolq, "RTE": text.rte}
 METHODS = {"LoRA": 5e-4, "all weights": 2e-5}  # learning rates
-RHOS = (0.0, 6e-5, 2e-4, 6e-4, 2e-3)
+RHOS = {"LoRA": (0.0, 6e-5, 2e-4, 6e-4, 2e-3), "all weights": (0.0, 6e-5)}
 RANK, BATCH, MAX_LENGTH, HELD_OUT = 8, 32, 256, 0.2
 READ = 10  # steps from one look at ‖ρ∇T‖/‖∇L‖ to the next
 
@@ -147,7 +147,8 @@ def results(runs: list[Run], out: Path, parallel: int, **own: Any) -> list[dict[
         with file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
         rows.append(row)
-    return [row for row in rows if _run(row) in set(runs)]
+    by_run = {_run(row): row for row in rows}
+    return [by_run[run] for run in runs]
 
 
 def _made(runs: list[Run], parallel: int, **own: Any) -> Iterator[dict[str, Any]]:
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--noise", nargs="+", type=float, default=[0.0, 0.4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--rhos", nargs="+", type=float, default=list(RHOS))
+    parser.add_argument("--rhos", nargs="+", type=float, help="instead of those of the study")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--examples", type=int, help="of the training and of the test data, to try it out")
@@ -195,8 +196,10 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=1, help="runs at the same time")
     chosen = parser.parse_args()
     # The seeds first: a study that is cut has all values of one.
-    grid = itertools.product(range(chosen.seeds), chosen.tasks, chosen.noise, chosen.methods, chosen.rhos)
-    runs = [Run(task, noise, method, rho, seed) for seed, task, noise, method, rho in grid]
+    grid = itertools.product(range(chosen.seeds), chosen.tasks, chosen.noise, chosen.methods)
+    runs = [
+        Run(task, noise, method, rho, seed) for seed, task, noise, method in grid for rho in chosen.rhos or RHOS[method]
+    ]
     own = {name: getattr(chosen, name) for name in ("model", "data", "device", "epochs", "examples")}
     print("\n".join(table(results(runs, chosen.out, chosen.parallel, **own))))
 
