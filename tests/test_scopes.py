@@ -187,3 +187,52 @@ def test_restored_unless_where_a_pass_has_added_a_buffer():
     kept.restore_unless(torch.tensor(False), Buffers(model))
     assert all(map(torch.equal, contents(model)[:3], before))
     assert model.late.tolist() == [1.0, 1.0]
+
+
+class KeepsItsMean(nn.Module):
+    """As models of Keras: statistics are frozen parameters, beside frozen weights that nobody writes to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+        self.mean = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, x):
+        z = torch.tanh(self.linear(self.frozen(x)))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(z.mean(0), alpha=0.1)
+        return z - z.mean(0)
+
+
+@pytest.mark.parametrize("by", ["closure", "scope"])
+def test_frozen_parameters_that_a_pass_writes_to_are_statistics(by):
+    model, x = KeepsItsMean(), torch.randn(4, 5, 3)
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.05, model=model)
+    twin, means = KeepsItsMean(), []
+    other = SGDTracer(twin.linear.parameters(), lr=0.1, rho=0.05)
+    for batch in x:
+        with torch.no_grad():  # one pass, at the weights of the step
+            kept = twin.mean.clone()
+            twin(batch)
+            means.append(twin.mean.clone())
+            twin.mean.copy_(kept)
+        other.step(lambda batch=batch: twin(batch).square().mean())
+        twin.mean.data.copy_(means[-1])
+        if by == "closure":
+            opt.step(lambda batch=batch: model(batch).square().mean())
+        else:
+            opt.zero_grad()
+            model(batch).square().mean().backward()
+            with opt.perturbed():
+                model(batch).square().mean().backward()
+            opt.step()
+        assert torch.equal(model.mean, means[-1])
+    assert torch.equal(model.linear.weight, twin.linear.weight)
+    assert [entry[0] is model.mean for entry in opt._copies.frozen.found.values()] == [True]
+
+
+def test_large_frozen_parameters_are_never_copied():
+    model = nn.Sequential(nn.Linear(300, 300).requires_grad_(False), nn.Linear(300, 2))
+    opt = SGDTracer(model.parameters(), lr=0.1, rho=0.05, model=model)
+    assert not any(p.numel() > 300 for p, _ in opt._copies.of(model, "a")._frozen.found.values())

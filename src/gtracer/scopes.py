@@ -23,6 +23,7 @@ from gtracer import tensors
 from gtracer.tensors import Tensors
 
 SIZE = attrgetter("nbytes")  # of a tensor
+MOST_STATISTICS = 2**16  # numbers in a frozen parameter that may be a statistic: those are vectors
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def moved(params: Tensors, displacement: Tensors, again: Callable[[], Tensors]) 
 passes_again: ContextVar[Any] = ContextVar("passes_again", default=None)
 
 
-# Whether a closure that gives None without a backward pass wants no step. Elsewhere it has forgotten its return.
+# Whether a closure that gives None, or a loss without a graph, wants no step. Elsewhere it has forgotten something.
 skips: ContextVar[bool] = ContextVar("skips", default=False)
 
 
@@ -93,10 +94,15 @@ def second_pass() -> bool:
 
 
 class Buffers:
-    """A copy of a model's buffers (batch-norm statistics and the like), to put back later."""
+    """A copy of a model's buffers (batch-norm statistics and the like), to put back later.
 
-    def __init__(self, model: nn.Module | None) -> None:
-        self._model = model
+    Args:
+        model: Whose buffers.
+        frozen: Which of its frozen parameters are statistics too.
+    """
+
+    def __init__(self, model: nn.Module | None, frozen: FrozenStatistics | None = None) -> None:
+        self._model, self._frozen = model, frozen
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # by each module: where, and what it was
         self._lie: list[int] = []
         self._is_plain = True
@@ -106,6 +112,8 @@ class Buffers:
     def save(self) -> None:
         """Copy them; into the same memory as before, if they lie where they lay."""
         self._held = [(where, where.copy()) for where in _buffers_in(self._model)]
+        if self._frozen is not None:
+            self._held += [(where, {name: p}) for p, (where, name) in self._frozen.found.values()]
         found = [b for _, was in self._held for b in was.values() if b is not None]
         lie = [*map(Tensor.data_ptr, found), *map(SIZE, found)]
         # Nothing else can have come to where they lay: the rooms keep that memory. What is odd has no address.
@@ -192,7 +200,7 @@ class _Room:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether all that it holds lies at its address, one after the other."""
-    return type(x) is Tensor and x.is_contiguous()
+    return type(x) in (Tensor, nn.Parameter) and x.is_contiguous()
 
 
 def _words(x: Tensor) -> Tensor:
@@ -221,19 +229,62 @@ def _buffers_in(model: nn.Module | None) -> list[dict[str, Any]]:
     return found
 
 
+class FrozenStatistics:
+    """Frozen parameters that a forward pass writes to, as models of Keras keep batch norm's moving means.
+
+    The first displaced pass tells which they are. Until then every small one is copied; large ones never are.
+
+    Args:
+        model: Whose parameters.
+
+    Attributes:
+        found: They, and where they are.
+        is_settled: Whether a displaced pass has been made.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.found = {id(p): (p, (owner._parameters, name)) for p, owner, name in _small_frozen(model)}
+        self.is_settled = False
+        self._versions = {i: p._version for i, (p, _) in self.found.items()}
+
+    def settle(self) -> None:
+        """Keep those that have been written to."""
+        self.found = {i: entry for i, entry in self.found.items() if entry[0]._version != self._versions[i]}
+        self.is_settled = True
+
+
+def _small_frozen(model: nn.Module) -> Iterator[tuple[Tensor, Any, str]]:
+    for owner in model.modules():
+        for name, p in owner._parameters.items():
+            # A subclass holds what is quantised or sharded.
+            if type(p) is nn.Parameter and not (p.requires_grad or p.is_inference()) and p.numel() <= MOST_STATISTICS:
+                yield p, owner, name
+
+
 class Copies:
-    """Copies of a model's buffers that use the same memory from step to step."""
+    """Copies of a model's buffers that use the same memory from step to step.
+
+    Attributes:
+        frozen: Which of its frozen parameters are statistics too.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[nn.Module, Buffers]] = {}
+        self.frozen: FrozenStatistics | None = None
 
     def of(self, model: nn.Module | None, name: str) -> Buffers:
         """One that goes by this name, made now."""
-        if model is None or is_capturing():  # a graph would go on writing into memory that may be somebody else's
-            return Buffers(model)
+        if model is None:
+            return Buffers(None)
+        frozen = self.frozen
+        if frozen is None or frozen.model is not model:
+            frozen = self.frozen = FrozenStatistics(model)
+        if is_capturing():  # a graph would go on writing into memory that may be somebody else's
+            return Buffers(model, frozen)
         owner, known = self._known.get(name, (None, None))
         if known is None or owner is not model:
-            known = Buffers(model)
+            known = Buffers(model, frozen)
             self._known[name] = (model, known)
         else:
             known.save()

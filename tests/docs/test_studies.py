@@ -12,9 +12,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from gtracer.lab.data import text
 from gtracer.lab.results import archive
 from gtracer.lab.results import statistics as results
 from gtracer.lab.results.record import Record
@@ -24,6 +26,8 @@ from gtracer.lab.results.statistics import Estimate
 from gtracer.lab.sweeps.launchers.cuda_graphs import CudaGraphs
 from gtracer.lab.sweeps.study import Study, load
 from gtracer.lab.sweeps.sweep import RunsFolder, sweep
+from support.encoders import tiny_bert
+from support.films import films
 from support.places import ROOT
 
 STUDIES, RECORDS = ROOT / "studies", ROOT / "records"
@@ -54,6 +58,60 @@ def study(monkeypatch, capsys):
 
 def records(folder):
     return RunsFolder.of(folder).all()
+
+
+@pytest.fixture
+def adapters(monkeypatch):
+    """The study of adapters, on made-up films."""
+    monkeypatch.syspath_prepend(str(STUDIES))
+    module = importlib.import_module("adapters")
+    monkeypatch.setattr(module, "TASKS", {"films": lambda folder: text.local(folder, ("text",), "label", 0)})
+    module.task_of.cache_clear()
+    return module
+
+
+def test_the_study_of_adapters_runs(tmp_path, adapters, monkeypatch, capsys):
+    words = {"--model": tiny_bert(tmp_path / "bert"), "--data": films(tmp_path), "--out": tmp_path / "out"}
+    words |= {"--tasks": "films", "--noise": "0.4", "--seeds": "2", "--epochs": "1", "--examples": "12"}
+    arguments = ["adapters", *(str(word) for pair in words.items() for word in pair), "--rhos", "0", "2e-3"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    tables = []
+    for _ in range(2):  # the second time nothing is trained
+        adapters.main()
+        tables.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("|")])
+        monkeypatch.setattr(adapters, "trained", None)
+    assert tables[0] == tables[1]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    assert all((row["ratio"] > 0) == (row["rho"] > 0) for row in rows)
+    few, all_weights = ({row["weights"] for row in rows if row["method"] == name} for name in adapters.METHODS)
+    assert max(few) < min(all_weights)
+    assert [line.split("|")[5].strip() for line in tables[0][2:]] == ["2"] * 4  # seeds
+
+
+def test_its_adapters_are_those_of_peft(tmp_path, adapters):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    folder, cls = tiny_bert(tmp_path), transformers.AutoModelForSequenceClassification
+    words = torch.randint(5, (3, 7))
+    net = adapters.adapted(cls.from_pretrained(folder).eval(), "LoRA")
+    target = ["query", "value"]
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=adapters.RANK, lora_alpha=2 * adapters.RANK, target_modules=target)
+    twin = peft.get_peft_model(cls.from_pretrained(folder), config).eval()
+    trained = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert len(trained) == len([p for p in twin.parameters() if p.requires_grad])
+    for mine, other in zip(
+        (m for m in net.modules() if isinstance(m, adapters.Adapted)),
+        (m for m in twin.modules() if isinstance(m, peft.tuners.lora.Linear)),
+        strict=True,
+    ):
+        bound = mine.layer.in_features**-0.5  # PEFT's first weights are uniform within it
+        assert other.lora_A["default"].weight.abs().max() <= bound
+        assert 0.8 * bound < mine.down.abs().max() <= bound
+        torch.nn.init.normal_(mine.up)
+        other.lora_A["default"].weight.data.copy_(mine.down.data)
+        other.lora_B["default"].weight.data.copy_(mine.up.data)
+    torch.testing.assert_close(net(words).logits, twin(words).logits)
 
 
 def test_the_study_of_estimators_runs(tmp_path, study):

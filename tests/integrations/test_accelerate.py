@@ -126,3 +126,27 @@ def test_of_each_round_of_passes_only_the_last_synchronises(monkeypatch):
 
             passes(loss_of)
     assert seen == [True, True, False] * 2
+
+
+def test_a_rho_that_sets_itself_learns_of_every_loss():
+    """Also while ρ is 0 and there is no second pass."""
+    data, found = batches(), []
+    for way in ("Accelerate", "by hand"):
+        accelerator = Accelerator(cpu=True)
+        net = network()
+        model, prepared = accelerator.prepare(net, SGDTracer(net.parameters(), lr=0.05, steps_per_epoch=len(data)))
+        opt, passes = prepared.optimizer, Passes(accelerator, model, prepared)
+        opt.model = net
+        for _ in range(12):
+            torch.manual_seed(2)
+            for x, y in data:
+                if way == "by hand":
+                    opt.step(lambda x=x, y=y, net=net: cross_entropy(net(x), y))
+                else:
+                    passes(lambda x, y, net=net: cross_entropy(net(x), y), x, y)
+                    prepared.step()
+                    prepared.zero_grad()
+        (evidence,) = (entry["rho_evidence"].clone() for entry in opt.state.values() if "rho_evidence" in entry)
+        found.append(evidence)
+        assert evidence[8] > 1  # epochs in a row
+    torch.testing.assert_close(*found)

@@ -363,6 +363,71 @@ def test_every_so_many_steps(kind):
 # Several optimisers, several processes.
 
 
+class ByScope(Automatic):
+    """Lightning hands a closure that does nothing to a step without one."""
+
+    def __init__(self, **own):
+        super().__init__(**own)
+        self.automatic_optimization = False
+        self.hooks = 0
+
+    def on_before_optimizer_step(self, optimizer):
+        self.hooks += 1
+
+    def training_step(self, batch, index):
+        opt = self.optimizers()
+        opt.zero_grad()
+        self.manual_backward(self.loss_of(*batch))
+        if self.own["rho"]:
+            with opt.perturbed():
+                self.manual_backward(self.loss_of(*batch))
+        opt.step()
+
+
+@pytest.mark.parametrize("rho", [0.05, 0.0])
+def test_a_scope_in_manual_optimisation(rho):
+    module = ByScope(rho=rho)
+    trainer = fit(module)
+    agree(weights(module), plain(rho=rho)[0])
+    assert trainer.global_step == module.hooks == STEPS
+
+
+def test_a_step_without_its_scope_is_refused():
+    class Without(ByScope):
+        def training_step(self, batch, index):
+            self.manual_backward(self.loss_of(*batch))
+            self.optimizers().step()
+
+    with pytest.raises(RuntimeError, match="without the second pass"):
+        fit(Without())
+
+
+class Averaged(Automatic):
+    def configure_optimizers(self):
+        opt = super().configure_optimizers()
+        return {"optimizer": opt, "lr_scheduler": torch.optim.lr_scheduler.StepLR(opt, 1)}
+
+
+def test_stochastic_weight_averaging():
+    """Its last epoch is for batch norm: Lightning makes no backward pass, and no step is made."""
+    module = Averaged()
+    swa = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1, 1)
+    trainer = fit(module, callbacks=[TracerCallback(), swa], max_epochs=2)
+    assert trainer.optimizers[0].steps == 2 * STEPS
+
+
+def test_the_module_is_left_as_it_came():
+    module = Automatic()
+    trainer = fit(module)
+    assert not {"log", "training_step"} & vars(module).keys()
+    made = module.training_step
+    module.training_step = lambda batch, batch_idx: made(batch, batch_idx)  # as torch.compile(module) puts one there
+    own = module.training_step
+    fit(module)
+    assert module.training_step is own
+    assert trainer.optimizers[0].steps == STEPS
+
+
 class Pair(Manual):
     """Two nets, each with an optimiser."""
 

@@ -21,7 +21,7 @@ from transformers import Adafactor, Trainer  # noqa: E402
 from gtracer import SAM, AdamWTracer, Clip, FiniteDifference, SGDTracer, Tracer, TracerPenalty  # noqa: E402
 from gtracer.integrations.transformers import PenaltyTrainer, TracerMixin, TracerTrainer  # noqa: E402
 from gtracer.optim.masters import REST, joined  # noqa: E402
-from support.trainers import LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
+from support.trainers import EXAMPLES, LENGTH, TRACER, Watched, Watching, arguments, bert, data, logged, trained  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -63,6 +63,30 @@ def test_the_optimiser_is_told_how_long_an_epoch_is(tmp_path, accumulation):
         words = {"num_train_epochs": epochs, "gradient_accumulation_steps": accumulation}
         _, made = trained(tmp_path / str(epochs), words={"tracer": {"rho": "auto"}}, **words)
         assert made.optimizer.optimizer.steps_per_epoch == made.state.global_step / epochs
+
+
+def test_data_without_a_length_tells_nothing_of_an_epoch(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield from data()
+
+    words = {"tracer": {"rho": "auto"}, "train_dataset": Stream()}
+    _, made = trained(tmp_path, words=words, max_steps=4)
+    assert made.optimizer.optimizer.steps_per_epoch is None
+
+
+def test_a_rho_that_sets_itself_learns_of_every_loss(tmp_path):
+    """Also while ρ is 0 and there is no second pass."""
+    model, twin = bert().double(), bert().double().train()
+    own = {"weight_decay": 0.0, "num_train_epochs": 12, "per_device_train_batch_size": 4}
+    _, made = trained(tmp_path, Watched, model=model, words={"tracer": {"rho": "auto"}}, **own)
+    opt = AdamWTracer(twin.parameters(), lr=1e-2, weight_decay=0.0, steps_per_epoch=EXAMPLES // 4)
+    for batch in made.seen:
+        opt.step(lambda batch=batch: twin(**batch).loss)
+    states = made.optimizer.optimizer.state, opt.state
+    found, expected = ([x["rho_evidence"] for x in state.values() if "rho_evidence" in x] for state in states)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert expected[0][8] > 1  # epochs in a row
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -467,3 +491,16 @@ def test_evaluation_is_without_penalty(tmp_path):
 def test_the_example_with_the_penalty_in_the_loss(tmp_path):
     example = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))
     assert logged(example["main"](str(tmp_path), epochs=1, kind=PenaltyTrainer), "trace_ratio").min() > 0
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("kind", [TracerTrainer, PenaltyTrainer])
+def test_a_model_card_names_the_optimiser_and_rho(tmp_path, kind, optim):
+    _, made = trained(tmp_path, kind, model=eager(), num_train_epochs=1, optim=optim)
+    for _ in range(2):
+        made.create_model_card(model_name="mine")
+    lines = (tmp_path / "README.md").read_text().splitlines()
+    (found,) = (i for i, line in enumerate(lines) if line.startswith("- optimizer:"))
+    assert "rho=0.01" in lines[found]
+    assert {"adamw_torch": "AdamW", "sgd": "SGD"}[optim] in lines[found]
+    assert lines[found + 1].startswith("- lr_scheduler_type")

@@ -144,3 +144,10 @@ def test_trainers_that_generate_their_batch_are_refused(name):
 
     with pytest.raises(TypeError, match="generates what it trains on"):
         Generating(model=llama(), reward_funcs=lambda completions, **rest: [0.0] * len(completions))
+
+
+def test_a_model_card_names_the_optimiser_and_rho(tmp_path):
+    made = trained(Sft, trl.SFTConfig, lambda: Dataset.from_dict({"text": texts()}), {"tracer": TRACER}, tmp_path)
+    for _ in range(2):
+        made.create_model_card(model_name="mine")
+    assert (tmp_path / "README.md").read_text().count("AdamWTracer(AdamW, rho=0.01") == 1

@@ -369,6 +369,7 @@ def test_where_the_limit_holds_the_penalty_back_it_rises_instead_of_rho(rho, dro
     assert opt.stats.penalty_ratio == pytest.approx(limit, rel=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:rho = 'auto' learns of the loss")
 @pytest.mark.parametrize("seen", [4, 3])
 def test_an_epoch_of_which_little_was_seen(seen):
     """Through four losses a line can be laid; of fewer nothing is made, neither of the step to the next epoch."""
@@ -387,6 +388,7 @@ def test_an_epoch_of_which_little_was_seen(seen):
     assert (opt.param_groups[0]["rho_log"] > math.log(1e-5)) == (seen == 4)
 
 
+@pytest.mark.filterwarnings("ignore:rho = 'auto' learns of the loss")
 @pytest.mark.parametrize("returned", [None, "what the closure likes"])
 def test_a_closure_that_returns_no_loss(returned):
     """It calls backward() itself: nothing is learnt of it, and nothing breaks."""
@@ -591,3 +593,34 @@ def test_a_parameter_that_is_not_always_there():
         model[0].weight.requires_grad_(step % 3 != 1)
         opt.step(lambda x=x, y=y: cross_entropy(model(x), y))
     assert sum("rho_evidence" in state for state in opt.state.values()) == 1
+
+
+def without_a_scope(opt, loss):
+    loss().backward()
+    opt.step()
+
+
+def with_a_scope(opt, loss):
+    loss().backward()
+    with opt.perturbed():
+        loss().backward()
+    opt.step()
+
+
+def without_a_return(opt, loss):
+    def closure():
+        opt.zero_grad()
+        loss().backward()
+
+    opt.step(closure)
+
+
+@pytest.mark.parametrize("step", [without_a_scope, with_a_scope, without_a_return])
+def test_a_loop_that_never_tells_its_loss_is_told(step):
+    """Once: ρ would stay at 0, or next to it, without a word."""
+    w = nn.Parameter(torch.ones(2))
+    opt = SGDTracer([w], lr=0.1, steps_per_epoch=10)
+    with pytest.warns(UserWarning, match="this step was given none"):
+        step(opt, lambda: w.square().sum())
+    opt.zero_grad()
+    step(opt, lambda: w.square().sum())

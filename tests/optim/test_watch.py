@@ -270,6 +270,50 @@ def test_a_scope_without_the_scaler_is_refused(unscales):
     assert all(map(torch.equal, setting.weights, before))
 
 
+def by_micro_batches(opt, setting, again):
+    """Gradients of two micro-batches, and a second pass over those named."""
+    opt.zero_grad()
+    for rows in HALVES:
+        (setting.loss(rows) / 2).backward()
+    with opt.perturbed():
+        for rows in again:
+            (setting.loss(rows) / 2).backward()
+    opt.step()
+
+
+HALVES = slice(0, 6), slice(6, 12)
+
+
+def test_a_second_pass_over_the_last_micro_batch_alone_is_told():
+    setting = Setting()
+    opt = SGDTracer(setting.params, lr=0.1, rho=0.05)
+    with pytest.warns(UserWarning, match="1 times, the first pass 2 times"):
+        by_micro_batches(opt, setting, HALVES[1:])
+
+
+def test_one_over_all_of_them_is_the_step_of_the_batch():
+    setting, other = Setting(), Setting()
+    opt, twin = SGDTracer(setting.params, lr=0.1, rho=0.05), SGDTracer(other.params, lr=0.1, rho=0.05)
+    by_micro_batches(opt, setting, HALVES)
+    twin.step(other.loss)
+    torch.testing.assert_close(setting.weights, other.weights)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_scaler_that_is_switched_off_in_a_scope(told):
+    setting, other = Setting(), Setting()
+    opt, twin = SGDTracer(setting.params, lr=0.1, rho=0.05), SGDTracer(other.params, lr=0.1, rho=0.05)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    opt.zero_grad()
+    off.scale(setting.loss()).backward()
+    with opt.perturbed(scaler=off if told else None):
+        off.scale(setting.loss()).backward()
+    off.step(opt)
+    off.update()
+    twin.step(other.loss)
+    assert all(map(torch.equal, setting.weights, other.weights))
+
+
 def test_a_scaler_that_brings_the_closure_is_refused():
     setting, scaler = Setting(), torch.amp.GradScaler("cpu")
     opt = SGDTracer(setting.params, rho=0.1)

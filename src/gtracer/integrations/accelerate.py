@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gtracer.optim import TwoPassOptimizer
+from gtracer.optim.loops import tell_loss
 
 
 class Passes:
@@ -61,6 +62,7 @@ class Passes:
             window, self._window = self._window, []
             mean = torch.stack(self._losses).mean()
             self._losses.clear()
+            tell_loss(self._opt, mean)
             for _ in range(self._opt.second_pass_due * (1 + self._opt.is_central)):
                 with self._opt.perturbed(scaler=self._accelerator.scaler, loss=mean):
                     self._again(window)

@@ -18,6 +18,7 @@ except ImportError:  # the package's older name
 
 from gtracer.integrations.records import held
 from gtracer.optim import TwoPassOptimizer
+from gtracer.optim.loops import tell_loss
 from gtracer.optim.parts import shared
 from gtracer.scopes import second_pass, skips
 
@@ -43,6 +44,7 @@ class TracerCallback(Callback):
 
     def __init__(self, every_n_steps: int = 50) -> None:
         self.every_n_steps = every_n_steps
+        self._replaced: dict[str, Any] = {}  # methods of the module's that were set on it, while others are
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the length of an epoch, and refuse what automatic optimisation would silently get wrong."""
@@ -85,15 +87,21 @@ class TracerCallback(Callback):
             def step_once(*args: Any, **words: Any) -> Any:
                 with held(pl_module) if second_pass() else nullcontext():
                     found = training_step(*args, **words)
-                skips.set(found is None and pl_module.automatic_optimization)
+                # Lightning's StochasticWeightAveraging ends with an epoch for batch norm alone.
+                none = found is None or trainer.fit_loop._skip_backward
+                skips.set(none and pl_module.automatic_optimization)
                 return found
 
+            self._replaced = {name: vars(pl_module).get(name) for name in ("log", "training_step")}
             pl_module.log, pl_module.training_step = log_once, step_once  # type: ignore[method-assign]
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the module's own methods."""
-        for name in ("log", "training_step"):
+        for name, own in self._replaced.items():
             vars(pl_module).pop(name, None)
+            if own is not None:  # torch.compile(module) has put one there
+                setattr(pl_module, name, own)
+        self._replaced.clear()
         skips.set(False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -135,7 +143,7 @@ def manual_step(
         return losses[-1]
 
     def all_passes() -> None:
-        one_pass()
+        tell_loss(opt, one_pass())
         for _ in range(opt.second_pass_due * (1 + opt.is_central)):
             with opt.perturbed(scaler=scaler, loss=losses[0]):
                 one_pass()

@@ -6,6 +6,7 @@ For a Trainer of one's own there are `TracerMixin` and `PenaltyMixin`.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from contextlib import nullcontext
 from dataclasses import fields
@@ -18,6 +19,7 @@ from transformers import Trainer
 
 from gtracer.integrations.records import held
 from gtracer.optim import AdamWTracer, Tracer, TwoPassOptimizer
+from gtracer.optim.loops import tell_loss
 from gtracer.penalty import RHO_ADAPTERS, RHO_FINE_TUNING, TracerPenalty
 from gtracer.scopes import second_pass
 
@@ -47,6 +49,17 @@ class _MeanLoss:
 
     def _measures(self) -> dict[str, float]:
         raise NotImplementedError
+
+    def _described(self) -> str:
+        """The optimiser, in a model card's words."""
+        raise NotImplementedError
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer does, with TRACER and its ρ, of which the TrainingArguments know nothing."""
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        card = Path(self.args.output_dir) / "README.md"
+        if self.args.process_index == 0 and card.exists() and self.optimizer is not None:
+            card.write_text(_with_optimizer(card.read_text(encoding="utf-8"), self._described()), encoding="utf-8")
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the Trainer does, with what there is to tell of the penalty beside the loss."""
@@ -153,17 +166,20 @@ class TracerMixin(_MeanLoss):
         opt = self._two_pass_optimizer()
         if opt.model is None:
             opt.model = model  # whose buffers the second pass leaves alone; wrapped, as several processes want it
-            if opt.steps_per_epoch is None:
-                opt.steps_per_epoch = max(1, round(self.state.max_steps / self.state.num_train_epochs))
+            epochs = self.state.num_train_epochs  # a huge number, where the data has no length
+            if opt.steps_per_epoch is None and epochs <= self.state.max_steps:
+                opt.steps_per_epoch = round(self.state.max_steps / epochs)
         if not self._window:
             opt.zero_grad()  # also where random numbers begin
         self._window.append((inputs, num_items_in_batch))
         loss = self._plain_step(model, inputs, num_items_in_batch)
         self._losses.append(loss.detach())
         if self.accelerator.sync_gradients:
+            mean = torch.stack(self._losses).sum()
+            tell_loss(opt, mean)
             try:
                 if opt.second_pass_due:
-                    self._second_pass(model, opt, torch.stack(self._losses).sum())
+                    self._second_pass(model, opt, mean)
             finally:
                 self._losses.clear()
                 self._window.clear()
@@ -210,10 +226,19 @@ class TracerMixin(_MeanLoss):
         stats = getattr(getattr(self.optimizer, "optimizer", self.optimizer), "stats", None)
         return {} if stats is None else {"trace_ratio": stats.trace_ratio, "penalty_ratio": stats.penalty_ratio}
 
+    def _described(self) -> str:
+        return f"`{getattr(self.optimizer, 'optimizer', self.optimizer)!r}`"
+
 
 def _rho_for(model: Any) -> float:
     """Where nothing is said of it: to fine-tune all of a model, or adapters."""
     return RHO_ADAPTERS if getattr(model, "peft_config", None) else RHO_FINE_TUNING
+
+
+def _with_optimizer(card: str, described: str) -> str:
+    """A model card that names it; where it has no line for an optimiser, as TRL's, at its end."""
+    found, count = re.subn(r"^- optimizer: .*(\n(?!- ).+)*", lambda _: f"- optimizer: {described}", card, flags=re.M)
+    return found if count else f"{card.rstrip()}\n\n### Optimizer\n\n{described}\n"
 
 
 def _listed(rhos: list[Any]) -> str:
@@ -269,6 +294,11 @@ class PenaltyMixin(_MeanLoss):
     def _measures(self) -> dict[str, float]:
         ratio = None if self.penalty is None else self.penalty.trace_ratio
         return {} if ratio is None else {"trace_ratio": ratio.item()}
+
+    def _described(self) -> str:
+        opt = getattr(self.optimizer, "optimizer", self.optimizer)
+        groups = [] if self.penalty is None else self.penalty.param_groups
+        return f"`{type(opt).__name__}`, with a TracerPenalty in the loss, rho={_listed([g['rho'] for g in groups])}"
 
     # Not a callback, which is not told the checkpoint that training resumes from.
 

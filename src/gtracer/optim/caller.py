@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -16,6 +17,7 @@ from gtracer.scopes import RandomState, have_moved
 from gtracer.tensors import Tensors
 
 if TYPE_CHECKING:
+    from gtracer.optim.optimizer import TwoPassOptimizer
     from gtracer.optim.step import Left, Surroundings
 
 
@@ -28,6 +30,7 @@ class Caller:
         clipping: Whether it clips the gradients of each pass.
         losses: Whether its second pass sees the loss of the first.
         others: Parameters of other optimisers that its loss reaches.
+        misses_loss: Whether it has been told that a ρ which sets itself wants the loss of every step.
     """
 
     def __init__(self, method: Method, params: Tensors) -> None:
@@ -37,6 +40,7 @@ class Caller:
         self.clipping = Clipping(asked=isinstance(method, TraceRatio))
         self.losses = Comparison(method)
         self.others = Others()
+        self.misses_loss = False
 
     def begin(self, params: Tensors, model: nn.Module | None, *, due: bool) -> None:
         """A loop of its own is at `zero_grad`, after which its first pass comes; a second one, where it is `due`."""
@@ -53,6 +57,17 @@ class Caller:
             around.watch = self.clipping.watch(around.params, around.model)
         if not left.is_untouched:  # it may accumulate them
             around.probe = Probe.of(around.params)
+
+    def miss_loss(self, opt: TwoPassOptimizer) -> None:
+        """Tell, once, that a step without its loss gives a ρ which sets itself nothing to learn of."""
+        if not self.misses_loss and not refusals.is_empty(opt):
+            self.misses_loss = True
+            warnings.warn(
+                "rho = 'auto' learns of the loss, and this step was given none: rho stays at 0 or next to it, and at 0 "
+                "the steps are the base optimizer's own. Return the loss from the closure, or write in every step "
+                "`with opt.perturbed(loss=loss):` around a second pass, or give a number for rho",
+                stacklevel=2,
+            )
 
     def note_draws(self, start: RandomState) -> None:
         """Look whether anybody has drawn in the first pass, where nobody knows."""

@@ -82,7 +82,7 @@ def one_pass(loss_of: Callable[[], Any], around: Surroundings, scaler: torch.amp
             around.probe.check()
             around.probe = None
         before = all(p.grad is None for p in around.params)  # it is still to be differentiated
-        if before and loss is None and skips.get():
+        if before and skips.get() and not getattr(loss, "requires_grad", False):
             raise Skipped
         if around.seeks and passes_again.get() is not around and isinstance(loss, Tensor):
             found = tensors.leaves(loss, besides=[*around.params, *around.others])

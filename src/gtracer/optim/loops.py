@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Loop:
         pending: The step whose passes are being made by the caller.
         busy: Whether the optimiser is making passes, so that a closure which calls it is told apart from others.
         watch: Of gradients in the caller's hands, in the first steps.
+        loss: Of the first pass, where the caller has told it.
     """
 
     def __init__(self, mark: RandomState) -> None:
@@ -49,6 +51,7 @@ class Loop:
         self.pending: Pending | None = None
         self.busy = False
         self.watch: Watch | None = None
+        self.loss: Tensor | None = None
 
     def take(self) -> Pending | None:
         """The step under way, which is then nobody's."""
@@ -180,12 +183,29 @@ def hand_over(step: Step, scaler: torch.amp.GradScaler | None) -> None:
         step.total = tensors.clone(step.total)
 
 
+def closure_of(closure: partial[Any]) -> Callable[..., Any] | None:
+    """None where a loop has made its passes: Lightning hands a closure to every step, there one that does nothing."""
+    inner: Any = closure
+    while isinstance(inner, partial) and inner.args:  # around it are its hooks before a step
+        inner = inner.args[-1]
+    if getattr(inner, "__name__", None) != "do_nothing_closure":
+        return closure
+    closure()
+    return None
+
+
+def tell_loss(opt: TwoPassOptimizer, loss: Tensor) -> None:
+    """Let a step without closure know its loss, also where it has no second pass."""
+    opt._caller.loop.loss = loss
+
+
 def passes_made(opt: TwoPassOptimizer) -> Step:
     """The passes that the caller has made before `step()`."""
-    pending = opt._caller.loop.take()
+    loop = opt._caller.loop
+    pending, (loss, loop.loss) = loop.take(), (loop.loss, None)
     if pending is None:
         refusals.check_step_alone(opt)
-        step = begun(opt, First(None), due=False)
+        step = begun(opt, First(loss), due=False)
         drive(opt.method.passes(step, opt.rule, safely=False), _no_pass)
         return step
     if isinstance(opt.method, TraceRatio) and not pending.is_scaled and is_scaler_s_step():

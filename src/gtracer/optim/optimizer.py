@@ -272,6 +272,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
             scaler: For float16: scales the loss of every pass. An overflow in any of them skips the step. Call
                 `scaler.update()` afterwards, as usual.
         """
+        if isinstance(closure, partial):
+            closure = loops.closure_of(closure)
         call = Call.of(closure, batch, batches, penalty, scaler)
         self._check_step(call)
         with uninterrupted() as signals, torch.no_grad():  # whose way in and out no Ctrl-C may meet
@@ -313,8 +315,9 @@ class TwoPassOptimizer(torch.optim.Optimizer):
         if (itself := self._itself()) is not self and itself is not None:
             return itself.perturbed(scaler, loss=loss)
         self._caller.loop.drop_abandoned()
-        refusals.check_scope(self, scaler)
-        return loops.second_pass(self, scaler if scaler is not None and scaler.is_enabled() else None, loss)
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        refusals.check_scope(self, enabled)
+        return loops.second_pass(self, enabled, loss)
 
     # A step, straight on.
 
@@ -339,6 +342,8 @@ class TwoPassOptimizer(torch.optim.Optimizer):
                 self._conclude(step)
             if around.watch is not None:
                 caller.clipping.heed(around.watch)
+            if not isinstance(step.returned, Tensor | float) and self.sets_rho:
+                caller.miss_loss(self)
             if what := self._nonfinite(step, call, around):
                 self.stats = step.stats
                 raise NonFiniteError(

@@ -144,7 +144,7 @@ def check_pass_in_scope(around: Surroundings, entered: RandomState) -> None:
 
 def check_step_alone(opt: TwoPassOptimizer) -> None:
     """Refuse a `step()` without closure for which no pass was made."""
-    why, empty = opt.method.needs_closure, _is_empty(opt)
+    why, empty = opt.method.needs_closure, is_empty(opt)
     if why and not empty:
         raise RuntimeError(f"step() without a closure: {why}, use step(closure)")
     if opt.reuse is not None and opt.reuse.always and not empty:
@@ -156,7 +156,7 @@ def check_step_alone(opt: TwoPassOptimizer) -> None:
         )
 
 
-def _is_empty(opt: TwoPassOptimizer) -> bool:
+def is_empty(opt: TwoPassOptimizer) -> bool:
     """Whether all gradients are zero: so torch.distributed.checkpoint lets an optimiser make its state."""
     gradients = [p.grad for group in opt.param_groups for p in group["params"] if p.grad is not None]
     return bool(gradients) and bool(tensors.norm(gradients) == 0)  # the same on all processes

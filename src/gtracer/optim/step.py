@@ -343,6 +343,8 @@ def displaced_pass(params: Tensors, place: Place | None, around: Surroundings) -
             torch.clear_autocast_cache()
             passes_again.reset(token)
             if statistics is not None:
+                if (frozen := around.copies.frozen) is not None and not frozen.is_settled:
+                    frozen.settle()
                 statistics.restore()
                 around.frozen = statistics
             if around.aside:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ CLIPPED = (
     "the gradient of each pass was clipped by itself, before the optimiser saw it: T, f and the penalty would be those "
     "of clipped gradients. Let the optimiser clip their total, clip=gtracer.Clip(norm=…), and leave it out of the "
     "closure (clip_grad_norm_, Lightning's gradient_clip_val, skorch's GradientNormClipping)"
+)
+FEWER = (
+    "the pass inside perturbed() called backward() {again} times, the first pass {first} times: where these are micro-"
+    "batches, all of them have to run again, or the penalty is that of the last ones alone"
 )
 WATCHED = 4  # parameters, the smallest: clipping shows in any of them
 
@@ -48,6 +53,7 @@ class Clipping:
     def heed(self, watch: Watch) -> None:
         """Refuse gradients that were clipped pass by pass; where nobody writes into them, look no further."""
         watch.remove()
+        watch.compare_counts()
         if watch.has_compared and watch.has_written:
             waits, self._unclipped = self._unclipped is None, watch.verdict()
             if waits:
@@ -78,9 +84,12 @@ class Watch:
         self._found: dict[int, tuple[Tensor, int, Tensor]] = {}  # after backward()
         self._passes: list[dict[int, tuple[Tensor, Tensor]]] = []  # gradients as backward() and the caller left them
         self.has_written = False  # anybody
+        self._backwards: dict[int, int] = {}  # that have reached a parameter in the pass under way
+        self._counts: list[dict[int, int]] = []  # in each pass
         self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in self._params]  # type: ignore[no-untyped-call]
 
     def _note(self, p: Tensor) -> None:
+        self._backwards[id(p)] = self._backwards.get(id(p), 0) + 1
         if p.grad is not None:
             self._found[id(p)] = p.grad, p.grad._version, p.grad.detach().clone()
 
@@ -93,11 +102,21 @@ class Watch:
                 self.has_written |= p.grad is not left or p.grad._version != version
                 seen[id(p)] = gradient, p.grad.detach().clone()
         self._passes.append(seen)
+        self._counts.append(self._backwards)
+        self._backwards = {}
 
     def remove(self) -> None:
         """Look no further."""
         for hook in self._hooks:
             hook.remove()
+
+    def compare_counts(self) -> None:
+        """Warn of a second pass over fewer micro-batches: all parameters have been reached less often."""
+        if len(self._counts) > 1:
+            first, again = self._counts[0], self._counts[1]
+            pairs = [(first[i], again[i]) for i in first.keys() & again.keys()]
+            if pairs and all(n > m > 0 for n, m in pairs):
+                warnings.warn(FEWER.format(first=pairs[0][0], again=pairs[0][1]), stacklevel=5)
 
     @property
     def has_compared(self) -> bool:
