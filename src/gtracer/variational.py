@@ -1,4 +1,4 @@
-"""The paper's derivation as code: from the generalised-Bayes objective to Algorithm 1, one function a step.
+"""The paper's derivation as code: from the generalised-Bayes objective to Algorithm 1, one function per step.
 
 A dense reference for small models: weights are one vector, precisions and curvatures are full
 matrices, nothing is fast. Each approximation of the paper is one function that follows from the one before it:
@@ -252,7 +252,7 @@ def classifier_fisher(logits: Callable[[Tensor], Tensor]) -> Matrix:
     """F = mean over examples of E_{y∼p(y|x,w)}[∇log p ∇log pᵀ], the expectation over y taken in full.
 
     Args:
-        logits: From weights to a matrix, one row an example.
+        logits: From weights to a matrix, one row per example.
     """
 
     def matrix(w: Tensor) -> Tensor:
