@@ -208,6 +208,7 @@ def test_every_command_and_option_is_described(site):
         for action in parser._actions:
             for option in action.option_strings:
                 assert option in section or option in ("-h", "--help"), (path, option)
+    assert text.count("the options of gtracer train</summary>") == 3  # folded, for compare, tune and find-rho
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
