@@ -53,6 +53,10 @@ class TracerPenalty:
         nonfinite: What to do about a NaN or infinite loss or T: `"raise"`; `"skip"`, which leaves f alone and
             returns the loss for the trainer to judge; `"ignore"`, which does not check (and so never waits for the
             device).
+
+    Attributes:
+        trace_ratio: T of the last call, summed over the groups; None before the first.
+        param_groups: As an optimiser's; `RhoScheduler` sets their `rho`.
     """
 
     def __init__(

@@ -123,6 +123,7 @@ class Buffers:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Put the buffers and their values back into the model."""
         for (where, name), buffer in zip(self._places, self.buffers, strict=True):
             if where.get(name) is not buffer:
                 where[name] = buffer
@@ -279,6 +280,7 @@ class RandomState:
         self._devices = {d: _generator(d).get_rng_state(*_index(d)) for d in asked}
 
     def restore(self) -> None:
+        """Set the generators to the saved state."""
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             _generator(device).set_rng_state(state, *_index(device))
@@ -309,6 +311,7 @@ class AllRandomness:
         self._others = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
+        """Set the generators to the saved state."""
         self._torch.restore()
         for generator, state in self._others:
             generator.set_state(state)

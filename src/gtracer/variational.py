@@ -30,7 +30,9 @@ from torch.func import grad, jacrev, vmap
 from gtracer import checks
 
 Loss = Callable[[Tensor], Tensor]
-Matrix = Callable[[Tensor], Tensor]  # from weights to a curvature matrix there
+"""Maps weights to a number."""
+Matrix = Callable[[Tensor], Tensor]
+"""Maps weights to the curvature matrix there."""
 
 LARGEST = 200  # dense matrices of this size, and third derivatives of it, still take seconds
 MOST_NODES = 1_000_000
@@ -92,6 +94,7 @@ class Gaussian:
 
 
 Expectation = Callable[[Gaussian, Loss], Tensor]
+"""Computes E_q of a function of the weights."""
 
 
 def quadrature(points: int = 12) -> Expectation:

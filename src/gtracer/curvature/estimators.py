@@ -24,6 +24,7 @@ from gtracer.curvature.recording import Recording
 from gtracer.tensors import Tensors
 
 Estimator = Callable[[Evaluation], Tensors]
+"""Returns F for each of `at.params`. You can pass a function of your own."""
 EXACT_UP_TO = 16
 
 
@@ -83,7 +84,7 @@ def micro_batch(m: int, *, vectorised: bool | None = None) -> MicroBatch:
         checks.flag("vectorised", vectorised)
         new = "gtracer.experimental.vectorised_micro_batch(m)" if vectorised else "micro_batch(m)"
         old = f"micro_batch(m, vectorised={vectorised})"
-        warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{old} will be removed in the next version: use {new}", DeprecationWarning, stacklevel=2)
     return VectorisedMicroBatch(m) if vectorised else MicroBatch(m)
 
 
@@ -98,6 +99,7 @@ class PerExample:
 
 
 per_example = PerExample()
+"""F = mean_i g_i², the empirical Fisher's diagonal, with g_i the gradient of example i."""
 
 
 @dataclass(frozen=True)
