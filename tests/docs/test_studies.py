@@ -185,6 +185,27 @@ def test_the_results_in_the_docs_are_those_of_the_records():
     assert sorted(others) == sorted(row for name in tables for row in overview(name))
 
 
+def test_what_the_docs_say_of_label_smoothing_is_in_its_records():
+    """The share that is best by held-out data, and the usual one; beside the others with the same seeds."""
+
+    def shown(study, folder):
+        found, problems = results.read(RECORDS / f"{folder}.jsonl.xz", load(study))
+        assert problems == []
+        return found.all
+
+    search = shown(str(STUDIES / "digits" / "smoothing-search.yaml"), "digits/smoothing-search")
+    best = max(search, key=lambda result: statistics.mean(result.last("holdout_accuracy")))
+    assert best.point.config.label_smoothing == 0.8
+    usual, tuned = shown(str(STUDIES / "digits" / "smoothing.yaml"), "digits/smoothing")
+    page = " ".join((ROOT / "docs" / "how-to" / "studies.md").read_text().split())
+    assert f"label smoothing reaches {tuned.accuracy} in the setting" in page
+    assert f"and {usual.accuracy} with the usual 0.1" in page
+    assert f"memorises {statistics.mean(tuned.last('memorised')):.0f}% of" in page
+    sgd, sam, tracer = (f"{result.accuracy.mean:.1f}" for result in shown("table1-digits", "miniatures/table1-digits"))
+    assert f"[{tuned.accuracy} on noisy digits]" in README
+    assert f"(n = 5), TRACER {tracer}, SAM {sam}, SGD {sgd}." in README
+
+
 def test_the_second_moments_in_the_docs_are_those_of_the_records():
     """For each of the table's rows the two δ, each at its best ρ by held-out data and beside it."""
     study = load(str(STUDIES / "digits" / "second-moment.yaml"))
