@@ -371,7 +371,7 @@ def test_the_table_of_label_errors_is_that_of_its_runs(monkeypatch):
     cells, cifar = cells[: 4 * 9], cells[4 * 9 :]
     areas, gains = {}, {}
     for where, judge, _, area, _, recall, *rest in cells:
-        if judge.startswith("nobody"):
+        if judge.startswith("all labels"):
             whole = [float(x) for x in rest]
         elif rest[0] != "–":
             key = where.split(", ")[1], "truth" if judge.startswith("the truth") else "judged"
