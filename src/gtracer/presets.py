@@ -40,7 +40,7 @@ def fine_tuning() -> Settings:
 def adapters() -> Settings:
     """For LoRA and other adapters: ρ 0.0002, and the total gradient clipped to a norm of 1.
 
-    From a small network on digits (docs/explanation/defaults.md); none was searched on a language model.
+    From a small network on digits (docs/explanation/defaults.md); no search was made on a language model.
     """
     return {"rho": RHO_ADAPTERS, "clip": Clip(norm=1.0)}
 
