@@ -3,7 +3,8 @@
     python studies/result_figures.py --out docs/figures
 
 cifar100.svg and superglue.svg: accuracies of Tables 1, 2 and 3. label-errors-area.svg: the areas under the ROC of
-studies/label_errors.py. speed.svg: what a step takes, by records/bench.
+studies/label_errors.py. depths.svg: how ρ carries over, by studies/depths.py. speed.svg: the time of a step, by
+records/bench.
 """
 
 import argparse
@@ -105,6 +106,21 @@ def label_errors() -> Figure:
     return figure
 
 
+def depths() -> Figure:
+    """What ρ gives where it was tuned, and rings where it is used with another number of layers."""
+    found = json.loads((RECORDS / "depths" / "result.json").read_text())["accuracy"]
+    layers = (2, 3, 4, 5)
+    figure, axes = _blank([f"{used} layers" for used in layers], "test accuracy at the last epoch, %", 3.4)
+    for place, used in enumerate(layers):
+        for offset, (key, name) in zip((-0.5, 0.5), {"sam": "SAM", "sgd-tracer": "SGD-TRACER"}.items(), strict=True):
+            for tuned in layers:
+                accuracy = Estimate.of([100 * share for share in found[f"{key} tuned {tuned} used {used}"]])
+                inside = {} if tuned == used else {"markerfacecolor": "none"}
+                _point(axes, accuracy, place + APART * offset, METHODS[name], **inside)
+    _legend(figure, {name: METHODS[name] for name in ("SAM", "SGD-TRACER")}, ring="ρ of another depth")
+    return figure
+
+
 def speed() -> Figure:
     """Medians of the rounds over the base optimiser's, with quartiles; a step alone and as a CUDA graph."""
     rows = {}
@@ -157,9 +173,9 @@ def _blank(names: Iterable[str], label: str, height: float) -> tuple[Figure, Axe
     return figure, axes
 
 
-def _point(axes: Axes, estimate: Estimate | None, place: float, colour: str) -> None:
+def _point(axes: Axes, estimate: Estimate | None, place: float, colour: str, **look: str) -> None:
     assert estimate is not None
-    axes.errorbar(estimate.mean, place, xerr=estimate.error, fmt="o", color=colour, elinewidth=1.4)
+    axes.errorbar(estimate.mean, place, xerr=estimate.error, fmt="o", color=colour, elinewidth=1.4, **look)
 
 
 def _legend(figure: Figure, colours: dict[str, str], ring: str | None = None) -> None:
@@ -170,7 +186,13 @@ def _legend(figure: Figure, colours: dict[str, str], ring: str | None = None) ->
     figure.legend(handles=handles, loc="outside lower left", ncols=2)
 
 
-FIGURES = {"cifar100": cifar100, "superglue": superglue, "label-errors-area": label_errors, "speed": speed}
+FIGURES = {
+    "cifar100": cifar100,
+    "superglue": superglue,
+    "label-errors-area": label_errors,
+    "depths": depths,
+    "speed": speed,
+}
 
 
 def main() -> None:

@@ -290,7 +290,7 @@ def test_the_figures_in_the_docs_are_drawn_from_the_records(name, folder, pictur
 def test_the_figures_of_the_results_are_drawn_from_the_records(tmp_path, study):
     study("result_figures", "--out", str(tmp_path))
     drawn = sorted(path.name for path in tmp_path.iterdir())
-    assert drawn == ["cifar100.svg", "label-errors-area.svg", "speed.svg", "superglue.svg"]
+    assert drawn == ["cifar100.svg", "depths.svg", "label-errors-area.svg", "speed.svg", "superglue.svg"]
     for name in drawn:
         assert (STUDIES.parent / "docs" / "figures" / name).read_bytes() == (tmp_path / name).read_bytes()
 
