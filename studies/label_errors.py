@@ -132,7 +132,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         for judge in ("none", *OTHERS, *JUDGES):
             mine = [row for row in cell if row["judge"] == judge]
             if mine:
-                said = {"none": "nobody: all labels kept", "the truth": "the truth: mislabelled left out"}
+                said = {"none": "all labels kept", "the truth": "the truth: mislabelled left out"}
                 name = f"{problem}, {noise:.0%}, n = {len(whole)}"
                 lines.append(f"| {name} | {said.get(judge, judge)} | {' | '.join(_cells(judge, mine, whole))} |")
     return "\n".join(lines)

@@ -42,7 +42,7 @@ def step(rho: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 def draw() -> Figure:
     """The valley's contours, the two passes, and both steps."""
-    figure = Figure(figsize=(5, 3.6), layout="constrained")
+    figure = Figure(figsize=(4.9, 3.9), layout="constrained")
     axes = figure.add_subplot()
     x, y = torch.meshgrid(
         torch.linspace(-0.9, 1.1, 141).double(), torch.linspace(-0.45, 0.85, 86).double(), indexing="xy"
@@ -71,5 +71,5 @@ def arrow(axes, start, end, colour, label, dashes="solid") -> None:
 if __name__ == "__main__":
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--out", type=Path, default=Path("docs/figures/step.svg"), metavar="FILE")
-    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "gtracer"}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": "gtracer", "font.size": 11}):
         draw().savefig(options.parse_args().out, metadata={"Date": None, "Creator": None})

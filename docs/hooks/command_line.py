@@ -11,25 +11,36 @@ from gtracer import cli
 
 MARK = "<!-- every command -->"
 PLACEHOLDER = re.compile(r"([|*_<>])")
+LONG = 20  # options of a group
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Put the commands where a page has the mark."""
-    return markdown.replace(MARK, "\n".join(_sections(cli.parser()))) if MARK in markdown else markdown
+    return markdown.replace(MARK, "\n".join(_sections(cli.parser(), set()))) if MARK in markdown else markdown
 
 
-def _sections(parser: argparse.ArgumentParser, path: tuple[str, ...] = ("gtracer",)) -> Iterator[str]:
+def _sections(parser: argparse.ArgumentParser, shown: set[str], path: tuple[str, ...] = ("gtracer",)) -> Iterator[str]:
+    """A command and those below it; a long group of options that has been `shown` is folded."""
     actions = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     inner = [action for action in actions if isinstance(action, argparse._SubParsersAction)]
     if len(path) > 1:
         yield from (f"{'#' * len(path)} {' '.join(path)}", "", _text(parser.description), "")
         for group in () if inner else parser._action_groups:
-            yield from _table(parser, group.title or "", [a for a in group._group_actions if a in actions])
+            inside = [action for action in group._group_actions if action in actions]
+            table, flags = _table(parser, group.title or "", inside), str([action.option_strings for action in inside])
+            yield from _folded(table, group.title) if flags in shown else table
+            shown |= {flags} if len(inside) > LONG else set()
         if parser.epilog:
             yield from ("", "```sh", parser.epilog.removeprefix("example: ").strip(), "```", "")
     for action in inner:
         for name, command in action.choices.items():
-            yield from _sections(command, (*path, name))
+            yield from _sections(command, shown, (*path, name))
+
+
+def _folded(table: Iterator[str], title: str | None) -> Iterator[str]:
+    yield from ("", '<details markdown="1">', f"<summary>{title}: the options of gtracer train</summary>", "")
+    yield from table
+    yield from ("", "</details>", "")
 
 
 def _table(parser: argparse.ArgumentParser, title: str, actions: list[argparse.Action]) -> Iterator[str]:

@@ -34,8 +34,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
-    """Links to what is not in the site: examples are shown on the page, the rest is in the repository."""
+    """Links to what is not in the site: examples are shown on the page, the rest is in the repository.
+
+    Pages for developers come last in a search.
+    """
     folder = (ROOT / "docs" / page.file.src_uri).parent
+    if page.file.src_uri.startswith("development/"):
+        page.meta["search"] = {"boost": 0.1}  # the log has every word, and few look for it
     shown: list[str] = []
 
     def link(found: re.Match[str]) -> str:

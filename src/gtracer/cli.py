@@ -28,6 +28,7 @@ except ModuleNotFoundError as missing:  # torch alone is installed with the libr
 
 SAID = (
     "data",
+    "holdout",
     "model",
     "clip",
     "drop",

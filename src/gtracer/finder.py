@@ -44,7 +44,7 @@ class Branch:
     Attributes:
         rho: ρ.
         held_out: The loss on the held-out batches after the last step, batch by batch; NaN where it diverged.
-        train: The mean loss of its last steps, a tenth of them.
+        train: The mean loss over the last tenth of its steps.
     """
 
     rho: float

@@ -48,11 +48,15 @@ class TracerPenalty:
         curvature: The estimator F of `gtracer.curvature` (default: the squared gradient). With `micro_batch(m)` the
             penalty is called with the vector of the examples' losses.
         average: Another estimator for f (default: the same).
-        model: Where an estimator looks into its layers, the model; every pass with gradients is recorded until the next
+        model: The model, if an estimator looks into its layers. Every pass with gradients is recorded until the next
             call.
         nonfinite: What to do about a NaN or infinite loss or T: `"raise"`; `"skip"`, which leaves f alone and
-            returns the loss for the trainer to judge; `"ignore"`, which does not look (and so never waits for
-            the device).
+            returns the loss for the trainer to judge; `"ignore"`, which does not check (and so never waits for the
+            device).
+
+    Attributes:
+        trace_ratio: T of the last call, summed over the groups; None before the first.
+        param_groups: As an optimiser's; `RhoScheduler` sets their `rho`.
     """
 
     def __init__(
@@ -157,14 +161,14 @@ class TracerPenalty:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """f, in the order of the parameters, and the groups' numbers."""
+        """f, in the order of the parameters, and the groups' hyper-parameters."""
         return {
             "f": [[self.state.get(p) for p in group["params"]] for group in self.param_groups],
             "param_groups": [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict()` gave; refused when it belongs to other parameters."""
+        """Load what `state_dict()` returned. The state of other parameters is refused."""
         theirs = [[None if f is None else tuple(f.shape) for f in group] for group in state_dict["f"]]
         ours = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
         same = len(theirs) == len(ours) and all(

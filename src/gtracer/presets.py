@@ -38,9 +38,9 @@ def fine_tuning() -> Settings:
 
 
 def adapters() -> Settings:
-    """For LoRA and its like beside frozen weights: ρ 0.0002, and the total's norm clipped to 1.
+    """For LoRA and other adapters: ρ 0.0002, and the total gradient clipped to a norm of 1.
 
-    From a small net on digits (docs/explanation/defaults.md); a language model's were not searched.
+    From a small network on digits (docs/explanation/defaults.md); no search was made on a language model.
     """
     return {"rho": RHO_ADAPTERS, "clip": Clip(norm=1.0)}
 

@@ -30,8 +30,8 @@ MOST_STATISTICS = 2**16  # numbers in a frozen parameter that may be a statistic
 def displaced(params: Tensors, displacement: Tensors, seed: int = 0) -> Iterator[None]:
     """Add `displacement` to the weights inside; they come back bit for bit, whatever happens.
 
-    Restored from a copy: subtracting again would leave rounding behind and drift. Weights in bfloat16 are rounded by
-    chance, with the draws of `seed`.
+    They are restored from a copy, because subtracting would leave rounding errors, which add up. Weights in bfloat16
+    are rounded stochastically, with the random numbers of `seed`.
 
     >>> w = torch.tensor([1.0])
     >>> with displaced([w], [torch.tensor([0.1])]):
@@ -141,11 +141,12 @@ class Buffers:
         return [copies[i].view(b.dtype).view(b.shape) for i, b in enumerate(tensors.local(self.buffers))]
 
     def now(self) -> Tensors:
-        """What the model has in their places: a forward pass may change a buffer or put another in its place."""
+        """The model's current buffers. A forward pass may change or replace them."""
         there = zip(self._places, self.buffers, strict=True)
         return [b if (found := where.get(name)) is None else found for (where, name), b in there]
 
     def restore(self) -> None:
+        """Put the buffers and their values back into the model."""
         for where, was in self._held:
             for name, b in was.items():
                 if where.get(name) is not b and b is not None:
@@ -154,12 +155,12 @@ class Buffers:
             room.restore()
 
     def lay_out(self) -> None:
-        """Let the model work on further copies, for a graph to hold; `restore` puts its own back."""
+        """Let the model work on other copies, which a graph can hold; `restore` puts its own back."""
         for (where, name), saved in zip(self._places, self.saved, strict=True):
             where[name] = saved.clone()
 
     def restore_unless(self, healthy: Tensor, now: Buffers) -> None:
-        """Where that is 0; on the device, by two kernels for all of them.
+        """Restore them if `healthy` is 0, on the device, with two kernels for all.
 
         Args:
             healthy: One number.
@@ -274,7 +275,7 @@ class Copies:
         self.frozen: FrozenStatistics | None = None
 
     def of(self, model: nn.Module | None, name: str) -> Buffers:
-        """One that goes by this name, made now."""
+        """The copy of this name, made now."""
         if model is None:
             return Buffers(None)
         frozen = self.frozen
@@ -347,8 +348,8 @@ class RandomState:
     """The state of torch's random number generators: the CPU's and those of the given devices.
 
     Args:
-        devices: Of which the state is taken too.
-        others: Also take that of Python's `random` and of `numpy.random`, which takes longer.
+        devices: Devices whose state is saved too.
+        others: Also save that of Python's `random` and of `numpy.random`, which takes longer.
     """
 
     def __init__(self, devices: set[torch.device], *, others: bool = False) -> None:
@@ -359,6 +360,7 @@ class RandomState:
         self._devices = {d: _random_state(d) for d in asked}
 
     def restore(self) -> None:
+        """Set the generators to the saved state."""
         torch.set_rng_state(self._cpu)
         for device, state in self._devices.items():
             _set_random_state(device, state)
@@ -377,10 +379,10 @@ class RandomState:
 
 
 class AllRandomness:
-    """The same with Python's and NumPy's generators, and any others: what reading batches may draw from.
+    """The same with Python's and NumPy's generators, and any others that reading batches may draw from.
 
     Args:
-        devices: Whose generators of torch.
+        devices: Devices whose generators of torch are saved.
         generators: Further ones, such as a DataLoader's.
     """
 
@@ -389,13 +391,14 @@ class AllRandomness:
         self._others = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
+        """Set the generators to the saved state."""
         self._torch.restore()
         for generator, state in self._others:
             generator.set_state(state)
 
 
 def generators_of(batches: Any) -> list[torch.Generator]:
-    """Those that a DataLoader draws the order of its examples from, where it has its own."""
+    """The generators that a DataLoader draws the order of its examples from, if it has its own."""
     found = [getattr(owner, "generator", None) for owner in _samplers(batches)]
     return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
 
@@ -408,20 +411,20 @@ def _samplers(batches: Any) -> Iterator[Any]:
 
 
 def numpy_state() -> Any:
-    """That of `numpy.random`, where somebody uses it."""
+    """The state of `numpy.random`, if numpy is imported."""
     numpy = sys.modules.get("numpy")
     return None if numpy is None else numpy.random.get_state()
 
 
 def restore_others(python: Any, numpy: Any) -> None:
-    """Put the state of Python's and NumPy's random numbers back."""
+    """Restore the state of Python's and NumPy's random numbers."""
     random.setstate(python)
     if numpy is not None:
         sys.modules["numpy"].random.set_state(numpy)
 
 
 def have_moved(others: tuple[Any, Any]) -> bool:
-    """Whether anybody has drawn from Python's or NumPy's random numbers since."""
+    """Whether Python's or NumPy's random numbers have been drawn from since."""
     python, numpy = others
     now = numpy_state()
     same = now is None if numpy is None else all(map(_same, numpy, now))
@@ -463,9 +466,10 @@ def _index(device: torch.device) -> tuple[torch.device, ...]:
 
 @contextmanager
 def replayed_random(state: RandomState, devices: set[torch.device]) -> Iterator[RandomState | None]:
-    """Draw the random numbers again that followed `state`; afterwards go on as if nothing had been drawn.
+    """Replay the random numbers that followed `state`; afterwards continue as if nothing had been drawn.
 
-    So dropout masks agree between the passes of one step. Gives where they go on, if that can be asked.
+    Dropout masks then agree between the passes of one step. Yields the state that they continue from, if it can be
+    read.
     """
     twin = twin_of_capture.get()
     if twin is not None and is_capturing():
@@ -487,7 +491,7 @@ twin_of_capture: ContextVar[torch.Generator | None] = ContextVar("twin_of_captur
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let everything on this CUDA device draw from a generator of one's own; a graph may be under capture."""
+    """Let everything on this CUDA device draw from `generator`, also while a graph is captured."""
     default = torch.cuda.default_generators[torch.cuda.current_device()]
     everybodys = default.graphsafe_get_state()
     default.graphsafe_set_state(generator)
@@ -522,7 +526,7 @@ class Signals:
 
 @contextmanager
 def uninterrupted() -> Iterator[Signals]:
-    """Finish what a Ctrl-C would leave half done, and let it through at the end.
+    """Finish what Ctrl-C would interrupt, and let it through at the end.
 
     A signal is handled between two lines of Python, so also between saving weights and entering the scope that puts
     them back. With this around a whole step, KeyboardInterrupt comes out of the caller's own code, or after the step.

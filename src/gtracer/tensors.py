@@ -48,7 +48,7 @@ def dot(xs: Tensors, ys: Tensors) -> Tensor:
 
 
 def aligned(xs: Tensors, ys: Tensors) -> Tensor:
-    """Inner product of two lists that agree in every sign, by few kernels even where the tensors are many.
+    """Inner product of two lists that agree in every sign, with few kernels even for many tensors.
 
     >>> aligned([torch.tensor([1.0, -2.0])], [torch.tensor([3.0, -1.0])])
     tensor(5.)
@@ -79,7 +79,7 @@ def inverse(xs: Tensors, delta: float) -> Tensors:
 
 
 def scale_(xs: Tensors, factor: Tensor) -> None:
-    """Multiply every tensor by one 0-dimensional tensor, which may live on another device."""
+    """Multiply every tensor by one 0-dimensional tensor, which may be on another device."""
     xs = local(xs)
     if all(x.device == factor.device for x in xs):
         if xs:
@@ -90,7 +90,7 @@ def scale_(xs: Tensors, factor: Tensor) -> None:
 
 
 def shorten_(xs: Tensors, length: float, *, safely: bool = False) -> Tensor:
-    """Give the whole list this norm, unless it is zero; what it was comes back.
+    """Scale the whole list to this norm, unless it is zero; return the norm that it had.
 
     >>> e = [torch.tensor([3.0, 4.0])]
     >>> shorten_(e, 0.5), e
@@ -111,7 +111,7 @@ def subtract_(xs: Tensors, ys: Tensors, factor: Tensor) -> None:
 
 
 def finite_(xs: Tensors) -> None:
-    """Zero in the place of what is infinite or not a number."""
+    """Replace infinities and NaN by zero, in place."""
     for x in local(xs):
         x.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -131,7 +131,7 @@ def copy_(targets: Tensors, sources: Tensors) -> None:
 
 
 def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
-    """The same in lists of one kind each, which go through one kernel."""
+    """Targets and sources in lists of one type and device each, which go through one kernel."""
     targets, sources = local(targets), local(sources)
     if len({(x.dtype, x.device) for x in targets}) == 1:
         return [(targets, sources)]
@@ -144,7 +144,7 @@ def paired(targets: Tensors, sources: Tensors) -> list[tuple[Tensors, Tensors]]:
 
 
 def wide(xs: Tensors) -> Tensors:
-    """The same in float32, where they are of bfloat16: sums of those lose what is added.
+    """The same with bfloat16 tensors in float32, because sums in bfloat16 lose small terms.
 
     >>> wide([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float64)])
     [tensor([1.]), tensor([1.], dtype=torch.float64)]
@@ -153,9 +153,9 @@ def wide(xs: Tensors) -> Tensors:
 
 
 def displace_(xs: Tensors, ys: Tensors, seed: int = 0) -> None:
-    """xs ← xs + ys; what is of bfloat16 is rounded up or down by chance, so that it is right on average.
+    """xs ← xs + ys; bfloat16 tensors are rounded stochastically, so that they are correct on average.
 
-    To the nearest, all of a small y would be lost. The draws are those of `seed`, and nobody else's.
+    Rounding to nearest would lose all of a small y. The random numbers are those of `seed` alone.
     """
     if all(x.dtype != torch.bfloat16 for x in xs):
         torch._foreach_add_(xs, ys)
@@ -169,14 +169,14 @@ def displace_(xs: Tensors, ys: Tensors, seed: int = 0) -> None:
 
 
 class Chance:
-    """Rounds float32 to bfloat16, up or down by chance: right on average. It draws from generators of its own."""
+    """Rounds float32 to bfloat16 stochastically: correct on average, with generators of its own."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._draws: dict[torch.device, torch.Generator] = {}
 
     def rounded(self, x: Tensor) -> Tensor:
-        """The same in bfloat16; x is overwritten."""
+        """`x` in bfloat16; overwrites `x`."""
         if x.device not in self._draws:
             self._draws[x.device] = torch.Generator(x.device).manual_seed(self._seed)
         bits = x.view(torch.int32)
@@ -187,7 +187,7 @@ class Chance:
 
 
 def leave(params: Tensors, gradients: Tensors) -> None:
-    """Put gradients where optimisers look for them; those of weights in bfloat16 may be of float32."""
+    """Put gradients where optimisers look for them. Those of bfloat16 weights may be float32."""
     for p, gradient in zip(params, gradients, strict=True):
         if p.dtype != gradient.dtype:
             p.grad_dtype = None  # any
@@ -195,20 +195,20 @@ def leave(params: Tensors, gradients: Tensors) -> None:
 
 
 def forget(params: Tensors) -> None:
-    """Leave them no gradient."""
+    """Remove their gradients."""
     for p in params:
         p.grad = None
 
 
 def kept(gradients: Tensors) -> Tensors:
-    """Gradients that the next pass leaves alone: one in a bucket of DistributedDataParallel is copied out of it."""
+    """Gradients that the next pass does not overwrite: those in DistributedDataParallel's buckets are copied."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return gradients
     return [g.clone() if g._base is not None and not g.requires_grad else g for g in gradients]
 
 
 def leaves(x: Tensor, besides: Tensors = ()) -> list[Tensor]:
-    """The tensors that autograd would leave a gradient of `x` with, once each.
+    """The leaf tensors that `x` depends on, once each.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> leaves((w * w).sum())
@@ -234,17 +234,17 @@ def nodes(x: Tensor) -> Iterator[Any]:
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Whether it is a DTensor. Asked of what it can do: to import the class takes longer than most programs have."""
+    """Whether it is a DTensor. Recognised by what it can do, because importing the class takes long."""
     return hasattr(x, "to_local")
 
 
 def local(xs: Tensors) -> Tensors:
-    """What this process has of each: itself, or its shard, which shares its memory."""
+    """This process's part of each tensor: the tensor itself, or its shard, which shares its memory."""
     return [x.to_local() if hasattr(x, "to_local") else x for x in xs]
 
 
 def whole(x: Tensor) -> Tensor:
-    """Itself; of one that is sharded, all of it."""
+    """The tensor itself, or all of it if it is sharded."""
     return x.full_tensor() if is_sharded(x) else x  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The paper's derivation as code: from the generalised-Bayes objective to Algorithm 1, one function a step.
+"""The paper's derivation as code: from the generalised-Bayes objective to Algorithm 1, one function per step.
 
 A dense reference for small models: weights are one vector, precisions and curvatures are full
 matrices, nothing is fast. Each approximation of the paper is one function that follows from the one before it:
@@ -30,7 +30,9 @@ from torch.func import grad, jacrev, vmap
 from gtracer import checks
 
 Loss = Callable[[Tensor], Tensor]
-Matrix = Callable[[Tensor], Tensor]  # from weights to a curvature matrix there
+"""Maps weights to a number."""
+Matrix = Callable[[Tensor], Tensor]
+"""Maps weights to the curvature matrix there."""
 
 LARGEST = 200  # dense matrices of this size, and third derivatives of it, still take seconds
 MOST_NODES = 1_000_000
@@ -92,6 +94,7 @@ class Gaussian:
 
 
 Expectation = Callable[[Gaussian, Loss], Tensor]
+"""Computes E_q of a function of the weights."""
 
 
 def quadrature(points: int = 12) -> Expectation:
@@ -252,7 +255,7 @@ def classifier_fisher(logits: Callable[[Tensor], Tensor]) -> Matrix:
     """F = mean over examples of E_{y∼p(y|x,w)}[∇log p ∇log pᵀ], the expectation over y taken in full.
 
     Args:
-        logits: From weights to a matrix, one row an example.
+        logits: From weights to a matrix, one row per example.
     """
 
     def matrix(w: Tensor) -> Tensor:

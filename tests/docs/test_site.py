@@ -3,6 +3,7 @@
 import argparse
 import ast
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -208,6 +209,7 @@ def test_every_command_and_option_is_described(site):
         for action in parser._actions:
             for option in action.option_strings:
                 assert option in section or option in ("-h", "--help"), (path, option)
+    assert text.count("the options of gtracer train</summary>") == 3  # folded, for compare, tune and find-rho
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -215,6 +217,12 @@ def test_a_page_begins_with_what_its_reader_can_do_after_it(page):
     title, first = (DOCS / page).read_text().split("\n", 1)
     assert title.startswith("# ")
     assert re.match(r"\s*After this page ", first)
+
+
+def test_pages_for_developers_come_last_in_a_search(site):
+    index = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    found = {section["location"].startswith("development/"): section.get("boost", 1) for section in index}
+    assert found[True] < found[False] == 1
 
 
 def test_the_log_is_for_developers():

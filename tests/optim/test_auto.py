@@ -126,7 +126,7 @@ def rising(gap, cosine):
 
 def falling(gap, cosine):
     """How far log ρ falls for a gap and its error."""
-    closes = 0.02 + 0.03 * min(1, max(0, cosine / 0.3))
+    closes = 0.05 * min(1, max(0, cosine / 0.3))
     return max(min(0.35, max(0, 35 * (closes - gap))), 0.8 * against(cosine))
 
 

@@ -112,7 +112,7 @@ OLD = [
 
 @pytest.mark.parametrize(("old", "new", "told"), OLD, ids=str)
 def test_old_keywords_work_once_more_and_name_the_new_one(old, new, told):
-    sentence = f"({'|'.join(old)})=.* will go in the next version: use .*{re.escape(told)}"
+    sentence = f"({'|'.join(old)})=.* will be removed in the next version: use .*{re.escape(told)}"
     with pytest.warns(DeprecationWarning, match=sentence) as caught:
         opt = SGDTracer([nn.Parameter(torch.ones(2))], **old)
     assert {w.filename for w in caught} == {__file__}
@@ -122,7 +122,7 @@ def test_old_keywords_work_once_more_and_name_the_new_one(old, new, told):
 
 
 def test_old_keywords_that_change_nothing():
-    sentence = "^compiled=False or lean=False will go in the next version: use neither$"
+    sentence = "^compiled=False or lean=False will be removed in the next version: use neither$"
     with pytest.warns(DeprecationWarning, match=sentence):
         assert SGDTracer([nn.Parameter(torch.ones(2))], compiled=False).implementation == "auto"
 

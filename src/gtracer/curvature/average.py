@@ -12,6 +12,7 @@ from gtracer import tensors
 from gtracer.tensors import Tensors
 
 FIRST_GRADIENT = "first-gradient"
+"""f₀: the first F."""
 
 
 def squares(g: Tensors) -> Tensors:

@@ -24,6 +24,7 @@ from gtracer.curvature.recording import Recording
 from gtracer.tensors import Tensors
 
 Estimator = Callable[[Evaluation], Tensors]
+"""Returns F for each of `at.params`. You can pass a function of your own."""
 EXACT_UP_TO = 16
 
 
@@ -76,14 +77,14 @@ def micro_batch(m: int, *, vectorised: bool | None = None) -> MicroBatch:
 
     Args:
         m: Number of examples in a micro-batch.
-        vectorised: Moved to `gtracer.experimental.vectorised_micro_batch`; will go in the next version.
+        vectorised: Moved to `gtracer.experimental.vectorised_micro_batch`; will be removed in the next version.
     """
     checks.count("m", m)
     if vectorised is not None:
         checks.flag("vectorised", vectorised)
         new = "gtracer.experimental.vectorised_micro_batch(m)" if vectorised else "micro_batch(m)"
         old = f"micro_batch(m, vectorised={vectorised})"
-        warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{old} will be removed in the next version: use {new}", DeprecationWarning, stacklevel=2)
     return VectorisedMicroBatch(m) if vectorised else MicroBatch(m)
 
 
@@ -98,6 +99,7 @@ class PerExample:
 
 
 per_example = PerExample()
+"""F = mean_i g_i², the empirical Fisher's diagonal, with g_i the gradient of example i."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,8 @@ def gauss_newton(
     Args:
         loss: What the closure computes, as a function, class or module of torch.
         samples: Number of labels to draw from the model, and to hold constant, if there are many outputs.
-        exact_up_to: Most outputs for the exact diagonal; each costs a backward pass. 0 always samples.
+        exact_up_to: The largest number of outputs for which the diagonal is exact; each costs a backward pass. 0
+            always samples.
     """
     checks.count("samples", samples)
     checks.number("exact_up_to", exact_up_to, low=0)
@@ -280,7 +283,7 @@ def has_finite_difference(estimator: Estimator, model: nn.Module | None) -> bool
 
 
 def chosen(curvature: Any, average: Any, model: Any) -> Choice:
-    """The two estimators from what a user passed, checked; without `average` both are the same."""
+    """Check the two estimators that a user passed, and return them. Without `average` both are the same."""
     choice = Choice(curvature, curvature if average is None else average)
     value: Any
     for name, value in (("curvature", choice.numerator), ("average", choice.average)):

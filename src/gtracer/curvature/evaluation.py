@@ -21,11 +21,11 @@ class Evaluation:
     Args:
         loss: The mean over the examples of a batch.
         params: Parameters to differentiate by; `params` and `gradients` then hold those that the loss depends on.
-        recording: Of the pass that gave the loss, where an estimator needs the layers.
+        recording: The recording of the pass that gave the loss, if an estimator needs the layers.
         differentiable: Whether gradients and estimates carry their own graph.
-        by_examples: Take the gradients of the layers' parameters from the examples', where those will be wanted anyway:
-            the same to rounding, and a product over the batch less.
-        losses: The examples' losses, where an estimator needs them one by one.
+        by_examples: Compute the gradients of the layers' parameters from those of the examples, if these are needed
+            anyway. This saves a product over the batch and gives the same to rounding.
+        losses: The examples' losses, if an estimator needs them one by one.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Evaluation:
         return self._recording.calls if self._recording else []
 
     def gradients_with_graph(self) -> Tensors:
-        """∇L, to be differentiated again, also where the estimates need no graph."""
+        """∇L with its graph, even if the estimates need none."""
         if self.differentiable:
             return self.gradients
         return torch.autograd.grad(self.loss, list(self.params), create_graph=True, materialize_grads=True)
@@ -97,7 +97,7 @@ class Evaluation:
         """mean_i g_i², with g_i the gradient of example i.
 
         Args:
-            output_slopes: What to send back from the model's output, a row an example; the slope of its loss if None.
+            output_slopes: The gradient at the model's output, one row per example (default: that of the loss).
         """
         examples = self.recording.examples
         cotangents = self._cotangents
@@ -156,9 +156,10 @@ class Evaluation:
                 yield call, mine, names
 
     def shifts(self, weights: dict[Tensor, Tensor]) -> Shifts:
-        """Every example's own move along weights ∘ g_i, for a pass at parameters that each example has moved so.
+        """Each example's own displacement along weights ∘ g_i, for a pass in which each example has its own
+        parameters.
 
-        `per_example_squares` must have been asked for before.
+        `per_example_squares` must have been called before.
         """
         layers = []
         for call, _, names in self._used(self._cotangents):
@@ -172,14 +173,14 @@ class Evaluation:
 
 
 class Shifts:
-    """Moves of the parameters, for each example its own; layers with what they need for it."""
+    """Displacements of the parameters, one for each example, layer by layer."""
 
     def __init__(self, layers: list[tuple[nn.Module, Layer, dict[str, Tensor]]]) -> None:
         self._layers = layers
 
     @contextmanager
     def made(self, scale: Tensor) -> Iterator[None]:
-        """The model's layers, inside, compute with moved parameters: all moves times `scale`."""
+        """Inside, the model's layers compute with displaced parameters; `scale` multiplies all displacements."""
         try:
             for layer, at, weights in self._layers:
                 layer.forward = _moved(at, {name: scale * weight for name, weight in weights.items()})

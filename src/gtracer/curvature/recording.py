@@ -29,7 +29,7 @@ class Call:
 
 
 class Recording:
-    """Hooks on a model that note each layer's call. A layer is the outermost module with parameters of its own.
+    """Hooks on a model that record each layer's call. A layer is the outermost module with parameters of its own.
 
     As a context it records what happens inside; `start()` does so until `stop()`.
     """
@@ -41,13 +41,13 @@ class Recording:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was noted, and with it the graphs."""
+        """Drop the recording, and with it the graphs."""
         self.calls: list[Call] = []
         self.examples = 0
         self.output: Any = None
 
     def start(self) -> None:
-        """Note the passes from now on, those with gradients."""
+        """Record the passes from now on that have gradients."""
         for name, layer in self.layers:
             if isinstance(layer, nn.Embedding):
                 self._hooks.append(layer.register_forward_pre_hook(self._repeat_positions))
@@ -57,7 +57,7 @@ class Recording:
         self._hooks.append(self.model.register_forward_hook(self._leave))
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -71,7 +71,7 @@ class Recording:
         self.stop()
 
     def check(self) -> None:
-        """Refuse a model whose examples see each other."""
+        """Refuse a model whose examples affect each other."""
         for name, module in self.model.named_modules():
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
                 raise ValueError(

@@ -21,10 +21,10 @@ aten = torch.ops.aten
 
 
 class SecondDerivatives(TorchFunctionMode):
-    """Inside, convolutions, batch norm and weight norm are made of the functions below; all else is as ever.
+    """Inside, convolutions, batch norm and weight norm use the functions below; everything else stays the same.
 
     Args:
-        run: What to make of a function that is called often and differentiated no further, such as to compile it.
+        run: Wraps functions that are called often and not differentiated further, for example to compile them.
 
     >>> layer = torch.nn.Conv2d(1, 1, 3, bias=False)
     >>> with SecondDerivatives():

@@ -81,24 +81,27 @@ class Config:
     task: Name = option(
         "digits",
         "digits, fashion-mnist, cifar10, cifar100, boolq, wic, rte; or your own: a folder of images in class folders, "
-        "a csv, parquet or jsonl file of a table or of texts, a folder of two, MODULE:FUNCTION that returns Datasets",
+        "a csv, parquet or jsonl file of a table or of texts, a folder of two or three such files, or MODULE:FUNCTION "
+        "that returns Datasets",
     )
     data: Name | None = option(None, "folder with the task's official files (default: ~/.cache/gtracer)")
     text_columns: Name = option("text", "columns with the texts to classify: one, or two separated by a comma")
     label_column: Name = option("label", "column with the label")
     drop: Name | None = option(None, "columns of a table to ignore, separated by commas")
     image_size: Units | None = option(None, "side in pixels to which the images of a folder are scaled and cropped")
-    max_length: Count = option(256, "most tokens of a text")
+    max_length: Count = option(256, "longest text, in tokens")
     label_noise: Share = option(0.0, "share of the training labels to replace by a different class")
     train_share: ShareAboveZero = option(1.0, "share of the training data to use")
     holdout: ShareBelowOne = option(
-        0.0, "share of the training data to hold out for tuning, with labels as noisy as the rest"
+        0.0,
+        "share of the training data to hold out, with labels as noisy as the rest (default: 0.0; for your own data, "
+        "compare and tune: 0.1)",
     )
     augment: Flag = option(False, "random crops and flips of images")
     model: Name | None = option(
         None,
         "mlp, mlp-bn, mlp-ln, resnet20/32/56, resnet20-gn, wrn-28-K, timm/NAME, MODULE:FUNCTION that takes shape and "
-        "classes and returns a torch.nn.Module; for texts a name or folder of Hugging Face's",
+        "classes and returns a torch.nn.Module; for texts a name on Hugging Face's hub or a folder",
     )
     pretrained: Flag = option(False, "fine-tune timm's pretrained weights")
     weights: Name | None = option(None, "fine-tune the weights in this file (.safetensors, .pt)")

@@ -20,7 +20,7 @@ engine: How T is differentiated: `FiniteDifference(radius=0.05, central=False)` 
     `Exact()` double backward. `"finite-difference"` and `"exact"` are short forms. The default is the finite
     difference, or `Exact()` if the estimator has none.
 interval: Number of steps from one second pass to the next.
-reuse: Factor by which the last ρ∇T is multiplied in each step between, where it is used again.
+reuse: Reuse the last ρ∇T in the steps between two second passes, multiplied by this factor in each step.
 scale_free: Before batch norm, where only the direction of a unit's weights matters, measure T in that direction.
     Otherwise the penalty fades as the weights grow, if there is no weight decay. In the first step δ has its usual
     meaning.
@@ -34,9 +34,9 @@ implementation: `"auto"`: two kernels on a GPU if they can make the step, and to
     `implementation_used` says which, and why. `"foreach"`: always torch's. `"compiled"`: TRACER's part through
     `torch.compile`, without a copy of the weights (they come back to within a rounding). `"fused"`: the two kernels,
     or an error that says why not.
-master_weights: Of weights in bfloat16: keep sixteen bits more of each in the state, whose float32 the update and its
-    state then are. Without them weights and state are in bfloat16, as torch's are, and rounded up or down by chance.
-steps_per_epoch: For `rho="auto"`: steps until an example comes back, `len(loader)` mostly. Without it, and without
+master_weights: For weights in bfloat16: keep sixteen more bits of each weight in the state, so that the update and its
+    state are float32. Without them, weights and state are bfloat16, as in torch, and are rounded stochastically.
+steps_per_epoch: For `rho="auto"`: the number of steps in an epoch, usually `len(loader)`. Without it, and without
     `held_out`, ρ stays at 0.
 held_out: For `rho="auto"`: a function that returns the loss of a held-out batch, whose labels are as noisy as the
     rest. It is called every tenth step, without gradients, with frozen statistics and replayed random numbers. ρ then

@@ -48,14 +48,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    """∇(ρT) from gradients at displaced weights: first-order passes only, so any layer and any compiled model will do.
+    """∇(ρT) from gradients at displaced weights: first-order passes only, so any layer and compiled model works.
 
     >>> FiniteDifference(radius=0.02)
     FiniteDifference(radius=0.02, central=False)
 
     Attributes:
-        radius: Length of the displacement of the whole weight vector. The error grows with it, rounding shrinks.
-        central: Displace to either side: two further passes instead of one, and the error squared.
+        radius: Length of the displacement of the whole weight vector. A longer one has a larger error and less
+            rounding.
+        central: Displace to both sides: two extra passes instead of one, with an error of second order.
     """
 
     radius: float = RADIUS

@@ -185,10 +185,10 @@ def stacked_step(opt: TwoPassOptimizer, call: Call, around: Surroundings, count:
 
 
 def vectorised_micro_batch(m: int) -> VectorisedMicroBatch:
-    """`micro_batch(m)`, all taken in one pass by `torch.func.vmap` over as many copies of the weights.
+    """`micro_batch(m)`, with all micro-batches in one pass, by `torch.func.vmap` over as many copies of the weights.
 
-    For small models on a GPU, whose time goes into launching kernels. It needs `model=` and a closure that `vmap` can
-    take. A batch that m does not divide is taken in parts all the same.
+    For small models on a GPU, which spend their time launching kernels. It needs `model=` and a closure that vmap
+    supports. If m does not divide the batch, the micro-batches run one after the other.
     """
     checks.count("m", m)
     return VectorisedMicroBatch(m)

@@ -139,7 +139,7 @@ class Sawtooth:
     def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
         # Right labels that are hard to fit leave a gap too, and a larger cosine.
         c = (cosine / 0.3).clamp(0, 1)
-        return 0.02 + 0.03 * c, 0.02 + 0.08 * c, 0.07 + 0.13 * c
+        return 0.05 * c, 0.02 + 0.08 * c, 0.07 + 0.13 * c
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         numbers[9] *= 1 - self.spent * share

@@ -47,7 +47,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} will go in the next version: use {new}", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{old} will be removed in the next version: use {new}", DeprecationWarning, stacklevel=4)
 
 
 def _implementation(given: Given, known: Any) -> None:

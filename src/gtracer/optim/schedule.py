@@ -71,9 +71,11 @@ class RhoScheduler(LRScheduler):
         return self.last_step
 
     def state_dict(self) -> dict[str, int]:
+        """The state, for a checkpoint."""
         return {"last_step": self.last_step}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the state and the groups' ρ."""
         self.last_step = state_dict["last_step"]
         self._set()
 

@@ -31,8 +31,8 @@ class Stats:
         loss: L at the old weights (NaN in a step without a closure).
         trace_ratio: T (NaN for SAM).
         gradient_norm: ‖∇L‖.
-        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, with its change to the gradient for ρ∇T. 0 in a step without penalty. It
-            does not tell whether ρ is right: see `gtracer.find_rho`.
+        penalty_ratio: ‖ρ∇T‖ / ‖∇L‖; for SAM, with its change to the gradient in place of ρ∇T. 0 in a step without
+            penalty. It does not tell whether ρ is right: see `gtracer.find_rho`.
         cosine: cos(∇L, ∇T) (NaN in a step without penalty).
         rho: ρ of the first group, in this step.
         damped_share: Share of the coordinates where δ > f, with the optimiser's f when it is first read (NaN for SAM).
@@ -80,14 +80,14 @@ class Stats:
         return torch.cat([loss.reshape(-1)[:1].to(reached), reached[1:], sums])
 
     def on_device(self) -> Tensor:
-        """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor: nothing is waited for."""
+        """Loss, T and ‖ρ∇T‖/‖∇L‖ as a tensor, without waiting for the device."""
         loss, trace_ratio, size, change, _ = self._values
         ratio = change / size
         return torch.stack([loss, trace_ratio, ratio.sqrt() if self._squared else ratio])
 
     @property
     def penalty(self) -> Tensor:
-        """cos(∇L, ∇T) and ‖ρ∇T‖/‖∇L‖, as a tensor: nothing is waited for. NaN in a step without penalty."""
+        """cos(∇L, ∇T) and ‖ρ∇T‖/‖∇L‖ as a tensor, without waiting for the device; NaN in a step without penalty."""
         g, h, total = (self._values[2:] if self._squared else self._values[2:].square()).unbind()
         return torch.stack([(total - g - h) / 2, h]) / (g * h).sqrt()
 
@@ -137,7 +137,7 @@ class Stats:
         return self._damped_share
 
     def nonfinite(self, *, loss: bool = True) -> str:
-        """What is NaN or infinite, in words; empty where all is well. A loss that nobody told is not checked."""
+        """Say what is NaN or infinite; empty if nothing is. A loss that is not known is not checked."""
         value, _, size, change, _ = self.read()
         values = {
             "the loss": value if loss and self._has_loss else 0.0,
@@ -147,7 +147,7 @@ class Stats:
         return ", ".join(f"{name} is {value:g}" for name, value in values.items() if not math.isfinite(value))
 
     def as_dict(self) -> dict[str, float]:
-        """All of it, for a logger."""
+        """All numbers, for a logger."""
         names = ("loss", "trace_ratio", "gradient_norm", "penalty_ratio", "cosine", "damped_share", "rho")
         return {name: getattr(self, name) for name in names}
 

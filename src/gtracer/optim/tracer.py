@@ -34,7 +34,7 @@ class Tracer(TwoPassOptimizer):
     >>> loss = opt.step(lambda: model(torch.ones(4, 2)).square().mean())
 
     Args:
-        base_optimizer: Makes the update. Its groups, state and schedulers stay in force.
+        base_optimizer: Makes the update. Its groups, state and schedulers stay valid.
         {rho}
         {beta}
         {delta}
