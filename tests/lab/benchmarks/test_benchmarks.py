@@ -62,7 +62,14 @@ def test_steps_are_printed_and_written_as_measured(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("SGD", 8), ("SGD-SAM", 16), ("SGD-TRACER", 16), ("SGD-TRACER, every 8th, reused", 9), ("AdamW-TRACER", 16)],
+    [
+        ("SGD", 8),
+        ("SGD-SAM", 16),
+        ("SGD-TRACER", 16),
+        ("SGD-TRACER, every 8th, reused", 9),
+        ("AdamW-TRACER", 16),
+        ("SGD-TRACER, ρ auto", 15),
+    ],
 )
 def test_a_row_makes_the_passes_that_it_should(name, expected):
     """Eight steps of it."""

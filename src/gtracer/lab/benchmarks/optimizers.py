@@ -141,7 +141,7 @@ def _sam(base: torch.optim.Optimizer, model: nn.Module) -> SAM:
 
 def _under_way(model: nn.Module, **own: Any) -> SGDTracer:
     """With a ρ that sets itself, and is no longer zero."""
-    opt = SGDTracer(model.parameters(), **own, model=model)
+    opt = SGDTracer(model.parameters(), **own, model=model, steps_per_epoch=100)
     opt.steps = 1000
     return opt
 
