@@ -68,7 +68,7 @@ class Twin:
         self.steps, self.first = steps, int(0.2 * steps)
         self.log_rho, self.count = math.log(1e-5), 0
         self.losses, self.cosine, self.ratio, self.weight, self.room = [], 0.0, 0.0, 0.0, 0.0
-        self.end = self.gap = self.variance = None
+        self.end = self.middle = self.gap = self.variance = None
 
     def rho(self):
         return math.exp(self.log_rho) * min(1, max(0, (self.count - 20) / 80))
@@ -93,10 +93,11 @@ class Twin:
         forgotten = 0.25 * min(1, self.steps / 20)
         if self.end is not None:
             drop = self.end - (middle - slope / 2)
-            self.gap = drop + (1 - forgotten) * (self.gap or 0)
+            grown = drop + (1 - forgotten) * (self.gap or 0)
+            self.gap = grown - min(max(0, middle - self.middle) / 2, max(0, grown))
             self.variance = variance + (1 - forgotten) ** 2 * (self.variance or 0)
             self.decide(middle)
-        self.end = middle + slope / 2
+        self.end, self.middle = middle + slope / 2, middle
 
     def decide(self, loss):
         if not self.weight:
@@ -106,8 +107,9 @@ class Twin:
         rises, falls = rising(low / (low + loss), cosine), falling(high / (high + loss), cosine)
         pressed = min(1, max(0, 2 * ratio / self.limit() - 1)) if self.limit() < 10 else 0
         self.log_rho += 1.6 * rises * (1 - pressed) - falls
-        self.log_rho = min(math.log(3e-2), max(math.log(1e-5), self.log_rho))
-        self.room = min(math.log(5), max(0, self.room + 0.5 * pressed * 1.6 * rises - falls))
+        unknown = min(1, max(0, (error / (max(0, self.gap) + loss) - 0.05) / 0.05))
+        self.log_rho = min(math.log(3e-2 / 3**unknown), max(math.log(1e-5), self.log_rho))
+        self.room = min(math.log(5), max(0, self.room + 0.25 * pressed * 1.6 * rises - falls))
         if 1.6 * rises > falls:
             self.gap *= 1 - 0.5 * rises
 
@@ -300,11 +302,19 @@ def test_the_gap_is_the_sum_of_the_drops(fall, drop):
     spent, gap = 0.0, 0.0
     for epoch in range(1, 4):
         loss = 2.0 - epoch * (fall + drop)
-        gap = max(0.0, kept * gap + drop) if drop > 0 else 0.0
+        gap = max(0.0, kept * gap + drop - max(0.0, -fall - drop) / 2) if drop > 0 else 0.0
         rises = rising(gap / (gap + loss), 0)
         gap, spent = gap * (1 - 0.5 * rises), rises
-    expected = math.log(1e-4) + (1.6 * spent if drop > 0 else -0.35)
+    expected = math.log(1e-4) + (1.6 * spent if drop > 0 else 0.0)
     assert followed(sawtooth(fall, drop), 1e-4, steps_per_epoch=10) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(("cosine", "fall"), [(0.0, 0.0), (1.0, 0.35)])
+def test_without_a_gap_it_falls_where_the_penalty_stands_in_the_way(cosine, fall):
+    """In closed form: ∇T at right angles to ∇L, or along it."""
+    curvature = (1.0, 1.0 if cosine else -1.0)
+    found = followed(sawtooth(0.2, 0.0), 1e-4, curvature, steps_per_epoch=10)
+    assert found == pytest.approx(math.log(1e-4) - fall, abs=1e-5)
 
 
 def test_a_spike_at_the_beginning_of_an_epoch_is_no_drop_before_it():
@@ -345,22 +355,22 @@ def test_the_angle_of_the_penalty_decides_what_is_made_of_a_gap(curvature):
 @pytest.mark.parametrize("drop", [0.3, 0.0])
 @pytest.mark.parametrize("rho", [1e-9, 100.0])
 def test_where_the_limit_holds_the_penalty_back_it_rises_instead_of_rho(rho, drop):
-    """In closed form: ‖ρ∇T‖ far below its limit, or cut off at it in all steps; a gap, or none. ∇T ⊥ ∇L."""
+    """In closed form: ‖ρ∇T‖ far below its limit, or cut off at it; a gap and ∇T ⊥ ∇L, or no gap and ∇T along ∇L."""
     w = nn.Parameter(torch.ones(2).double())
     opt = SGDTracer([w], lr=0.0, delta=1.0, f0=0.0, beta=0.0, steps_per_epoch=10)
     opt.controller = replace(opt.controller, wait=10**6)
-    group = opt.param_groups[0]
+    group, sign = opt.param_groups[0], -1 if drop else 1
     for i, loss in enumerate(sawtooth(0.0, drop, epochs=2)):
         if i == 19:
             group["rho_log"] = math.log(1e-3)
             if not drop:
                 opt.state[w]["rho_evidence"][4] = math.log(3)
         group["rho"] = rho
-        opt.step(lambda loss=loss: loss + (w[0] ** 2 - w[1] ** 2) / 2)
+        opt.step(lambda loss=loss: loss + (w[0] ** 2 + sign * w[1] ** 2) / 2)
     limit = opt.controller.limit(opt).item()
     if drop:
         rise, share = 1.6 * rising(drop / 2, 0), float(rho > 1)
-        expected = math.log(1e-3) + (1 - share) * rise, 2 * math.exp(0.5 * share * rise)
+        expected = math.log(1e-3) + (1 - share) * rise, 2 * math.exp(0.25 * share * rise)
     else:
         expected = math.log(1e-3) - 0.35, 6 * math.exp(-0.35)
     assert (group["rho_log"], limit) == pytest.approx(expected, rel=1e-5)

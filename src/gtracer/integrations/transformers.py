@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with the penalty: `TracerTrainer` by a second pass, `PenaltyTrainer` as a term of the loss.
 
-For a Trainer of one's own there are `TracerMixin` and `PenaltyMixin`.
+For your own Trainer use `TracerMixin` and `PenaltyMixin`.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class TracerMixin(_MeanLoss):
         return prepared
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer does, once for each step."""
+        """Log as the Trainer does, once per step."""
         if not second_pass():
             super().log(logs, *args, **kwargs)
 
@@ -262,7 +262,7 @@ class PenaltyMixin(_MeanLoss):
 
     Args:
         *args: The Trainer's.
-        tracer: Options of `TracerPenalty`, such as `{"rho": 2e-4}`; ρ as in `TracerMixin` where it is not among them.
+        tracer: Options of `TracerPenalty`, such as `{"rho": 2e-4}`; The default ρ is that of `TracerMixin`.
         **kwargs: The Trainer's.
 
     Attributes:
@@ -276,7 +276,7 @@ class PenaltyMixin(_MeanLoss):
         super().__init__(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer does, and the penalty with it."""
+        """Make the Trainer's optimiser, and the penalty."""
         if self.penalty is None or self.optimizer is None:  # a new model comes without optimiser
             trained = [p for p in self.model.parameters() if p.requires_grad]
             self.penalty = TracerPenalty(trained, **{"rho": _rho_for(self.model)} | self._penalty_options)

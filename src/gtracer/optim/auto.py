@@ -71,7 +71,7 @@ class Controller:
     retreat: float = 0.8
     most: tuple[float, float] = (2.0, 10.0)
     pressed: float = 0.5
-    widening: float = 0.5
+    widening: float = 0.25
     on_device: bool = False
 
     def __post_init__(self) -> None:
@@ -156,7 +156,7 @@ class Controller:
         pressed = ratio / (self.most[0] * evidence.room.exp())
         share = ((pressed - self.pressed) / (1 - self.pressed)).clamp(0, 1) * (evidence.room < widest)
         moved = (1 - share) * rise - fall
-        moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), math.log(gap.high) - log_rho)
+        moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), gap.highest(numbers) - log_rho)
         room = (evidence.room + self.widening * share * rise - fall).clamp(0, widest)
         known = torch.isfinite(moved)  # else there is nothing to decide by yet
         moved, room = torch.where(known, moved, 0.0), torch.where(known, room, evidence.room)

@@ -9,6 +9,7 @@ forgotten, and drops at its end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,14 +32,12 @@ class Gap(Protocol):
         size: How many numbers.
         pace: By how much log ρ rises at most in one decision.
         steepness, fall: By how much it falls for each unit that the gap is too small, and at most.
-        high: The highest ρ.
     """
 
     size: int
     pace: float
     steepness: float
     fall: float
-    high: float
 
     def observe(self, numbers: Tensor, step: Step, count: Count) -> None:
         """Take in a step; nobody waits for the device."""
@@ -55,6 +54,9 @@ class Gap(Protocol):
     def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
         """The gap below which ρ falls, from which it rises, and from which it rises in full, given cos(∇L, ∇T)."""
 
+    def highest(self, numbers: Tensor) -> Any:
+        """The highest log ρ."""
+
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         """This share of the evidence has been acted upon."""
 
@@ -66,24 +68,30 @@ class Sawtooth:
     Attributes:
         steps: Of an epoch.
         forgotten: What share of the sum each epoch takes off, as nets forget what they have memorised.
+        unlearnt: What share of a rise of the loss from one epoch to the next the sum loses: if what was memorised is
+            unlearnt, the loss rises and the gap closes.
         full: Shorter epochs take off less, as they tell less.
         settles: The share of an epoch that is left out: a short last batch makes a spike after it.
         doubt: How many standard errors are taken off, or added.
         spent: What share of the sum a rise takes off: ρ has yet to show what it does.
+        high: The highest ρ, where the gap is hardly known, and where it is known well.
+        blurred: The gap's standard error, as a share of the loss, up to which it is known well, and from which hardly.
     """
 
     steps: int
     forgotten: float = 0.25
+    unlearnt: float = 0.5
     full: int = 20
     settles: float = 0.2
     doubt: float = 1.0
     spent: float = 0.5
+    high: tuple[float, float] = (1e-2, 3e-2)
+    blurred: tuple[float, float] = (0.05, 0.1)
 
     size = 11
     pace = 1.6
     steepness = 35.0
     fall = 0.35
-    high = 3e-2
 
     # The numbers: sums over the epoch under way (of 1, x, x², L, L x, L², where x is the place in the epoch, from −1/2
     # to 1/2), then what the epochs before have left (how many there were; the loss at the end and in the middle of the
@@ -112,7 +120,7 @@ class Sawtooth:
 
     def concluded(self, numbers: Tensor, model: Any) -> Tensor:
         n, x, xx, y, xy, yy = numbers[:6].unbind()
-        epochs, end, _, gap, variance = numbers[6:].unbind()
+        epochs, end, middle, gap, variance = numbers[6:].unbind()
         centre, mean = x / n, y / n
         spread = xx - x * centre
         slope = (xy - x * mean) / spread
@@ -121,7 +129,9 @@ class Sawtooth:
         at_start, at_middle, at_end = (mean + slope * (place - centre) for place in (-0.5, 0.0, 0.5))
         kept = 1 - self.rate
         compared = epochs > 0
-        gap = torch.where(compared, kept * gap + end - at_start, gap)
+        grown = kept * gap + end - at_start
+        unlearnt = self.unlearnt * (at_middle - middle).clamp_min(0)
+        gap = torch.where(compared, grown - torch.minimum(unlearnt, grown.clamp_min(0)), gap)
         variance = torch.where(compared, kept**2 * variance + noise / spread, variance)
         now = torch.stack([epochs + 1, at_end, at_middle, gap, variance])
         # An epoch of which too little was seen has no end that the next one could be compared with.
@@ -140,6 +150,13 @@ class Sawtooth:
         # Right labels that are hard to fit leave a gap too, and a larger cosine.
         c = (cosine / 0.3).clamp(0, 1)
         return 0.05 * c, 0.02 + 0.08 * c, 0.07 + 0.13 * c
+
+    def highest(self, numbers: Tensor) -> Any:
+        # Where it cannot be seen in time that ρ is too high, it must not come near what kills a net.
+        (low, high), (well, hardly) = self.high, self.blurred
+        _, _, loss, gap, variance = numbers[6:].unbind()
+        unknown = ((variance.sqrt() / (gap.clamp_min(0) + loss) - well) / (hardly - well)).clamp(0, 1)
+        return math.log(high) - math.log(high / low) * unknown
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         numbers[9] *= 1 - self.spent * share
@@ -166,7 +183,6 @@ class HeldOut:
     pace = 2.3
     steepness = 3.0
     fall = 2.3
-    high = 1e-2
 
     # The numbers: average and weight, of the training loss and of the held-out one.
 
@@ -194,6 +210,9 @@ class HeldOut:
 
     def thresholds(self, cosine: Tensor) -> tuple[Any, Any, Any]:
         return 0.05, 0.15, 0.25
+
+    def highest(self, numbers: Tensor) -> Any:
+        return math.log(1e-2)
 
     def spend(self, numbers: Tensor, share: Tensor) -> None:
         pass

@@ -48,7 +48,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     checkpoints see one optimiser.
 
     Args:
-        defaults: What this scheme adds to every parameter group.
+        defaults: gtracer's entries in every parameter group.
         method: What is added to the gradient.
         rule: Makes the update; its base is the optimiser that is wrapped.
         transforms: Changes to the total before the update.
@@ -447,7 +447,7 @@ class TwoPassOptimizer(torch.optim.Optimizer):
     # The posterior whose precision f is.
 
     def average_of(self, group: dict[str, Any], params: Tensors) -> Tensors:
-        """f of parameters that have made a step."""
+        """f of parameters that have been updated."""
         return self.rule.average_of(group, self.hyperparameters(group), params)
 
     def sampled_weights(self, *, examples: int | None = None, temperature: float = 1.0) -> AbstractContextManager[None]:

@@ -20,12 +20,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What is known of a matrix of second derivatives.
+    """The spectrum of a matrix of second derivatives.
 
     Attributes:
         eigenvalues: The largest, falling.
         residuals: ‖Hv − λv‖ of each: an eigenvalue is no further off than that.
-        lowest: The smallest eigenvalue, most negative of all.
+        lowest: The smallest eigenvalue.
         lowest_residual: Its own.
         trace: The sum of all.
         trace_error: Its standard error; 0 where the trace is exact.
@@ -47,7 +47,7 @@ class Spectrum:
         return self.eigenvalues[0] if self.eigenvalues else None
 
     def density(self, at: Sequence[float], width: float | None = None) -> list[float]:
-        """The spectral density: the share of eigenvalues per unit, each drawn out to a bell of this width.
+        """The spectral density: the share of eigenvalues per unit, each smoothed by a Gaussian of this width.
 
         >>> spectrum = Spectrum(runs=(((0.0, 1.0), (3.0, 1.0)),))
         >>> [round(d, 3) for d in spectrum.density([0.0, 1.0], width=0.1)]
@@ -82,9 +82,9 @@ class TraceRatio:
     Attributes:
         total: Over all parameters.
         error: Its standard error over the batches; None where f was measured on them too.
-        layers: What each layer has of it.
+        layers: The part of each layer.
         delta: δ.
-        measured: Whether f is F itself, for want of an optimiser's.
+        measured: Whether f is F itself, because no optimiser's f was given.
     """
 
     total: float
@@ -156,7 +156,7 @@ class Sharpness:
 
     Attributes:
         loss: The mean over the examples.
-        accuracy: Where the loss tells it.
+        accuracy: If the loss gives it.
         gradient_norm: ‖∇L‖ of the mean.
         gradient_noise: tr Σ of an example's gradient around the mean, from the scatter of the batches.
         noise_scale: tr Σ/‖∇L‖², the batch size at which noise and gradient are level (McCandlish et al., 2018).
@@ -175,7 +175,7 @@ class Sharpness:
         batches: Their sizes' number and the largest size, m of m-sharpness.
         parameters: How many.
         passes: What it took, in passes over all the examples: evaluations, gradients, products with either matrix.
-        settings: What it was measured with.
+        settings: The settings of the measurement.
     """
 
     loss: float
@@ -212,7 +212,7 @@ class Sharpness:
 
     @staticmethod
     def is_invariant(name: str) -> bool:
-        """Whether a measure stays when layers are rescaled without changing the function.
+        """Whether a measure stays the same if layers are rescaled without changing the function.
 
         >>> Sharpness.is_invariant("worst_adaptive"), Sharpness.is_invariant("hessian.trace")
         (True, False)
@@ -220,7 +220,7 @@ class Sharpness:
         return INVARIANT[name]
 
     def rows(self) -> Iterator[Row]:
-        """Each measure that there is, with its error."""
+        """Each measure with its error."""
         for name, text in TEXTS.items():
             value, error = self._numbers(name)
             if value is not None:

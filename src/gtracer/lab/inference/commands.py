@@ -100,7 +100,7 @@ COUNTS = {
     "steps": (
         at_least_one,
         40,
-        "most steps of Lanczos' method; each is a pass over the examples that costs some training passes",
+        "largest number of steps of Lanczos' method; each is a pass over the examples that costs some training passes",
     ),
     "probes": (whole, 8, "random vectors for the trace; 0: no trace"),
     "samples": (whole, 8, "pairs of random displacements for the expected sharpness; 0: none"),
@@ -136,7 +136,11 @@ def _add_sharpness(commands: Any) -> None:
     command.add_argument("--device", default="auto", metavar="X", help="cpu, cuda, mps, … or auto (default: auto)")
     command.add_argument("--data", metavar="DIR", help="folder with the official files of the runs' own task")
     command.add_argument(
-        "--examples", type=at_least_one, default=1000, metavar="N", help="most examples to measure on (default: 1000)"
+        "--examples",
+        type=at_least_one,
+        default=1000,
+        metavar="N",
+        help="number of examples to measure on (default: 1000)",
     )
     command.add_argument(
         "--batch-size",
