@@ -2,9 +2,9 @@
 
 Two things make a penalty ruin a net that trains well without it. Where it is many times the gradient in the first
 steps, as in a net with batch norm, the last layer's units die and nothing brings them back: so ρ is zero at first, can
-only rise slowly, and ‖ρ∇T‖ is at most twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ stays
-next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and moves by
-it.
+only rise slowly, and ‖ρ∇T‖ is at first at most twice ‖∇L‖. And where a net has more to learn, it slows that down: so ρ
+stays next to nothing until there is a gap between the loss and that of data which the net has not seen (`gap`), and
+moves by it.
 
 Where ‖ρ∇T‖ is at its limit for most of the time, a higher ρ changes nothing. If the gap is still open then, the limit
 rises instead: what has begun to memorise takes a stronger pull back than what has not.
@@ -144,26 +144,30 @@ class Controller:
         All of that where it is `due`, if only the device knows.
         """
         numbers = gap.concluded(evidence.gap, model)
-        low, high = gap.bounds(numbers, model)
         cosine, ratio = average(evidence.averages)
-        closes, opens, full = gap.thresholds(cosine)
-        free, none = self.aligned
-        against = (cosine / self.opposed).clamp(0, 1)
-        rises = ((low - opens) / (full - opens)).clamp(0, 1) * ((none - cosine) / (none - free)).clamp(0, 1)
-        rise = gap.pace * rises * (1 - against)
-        fall = torch.maximum((gap.steepness * (closes - high)).clamp(0, gap.fall), self.retreat * against)
+        share, rise, fall = self._wishes(gap, numbers, cosine, model)
         widest = math.log(self.most[1] / self.most[0])
-        pressed = ratio / (self.most[0] * evidence.room.exp())
-        share = ((pressed - self.pressed) / (1 - self.pressed)).clamp(0, 1) * (evidence.room < widest)
-        moved = (1 - share) * rise - fall
+        filled = ratio / (self.most[0] * evidence.room.exp())
+        pressed = ((filled - self.pressed) / (1 - self.pressed)).clamp(0, 1) * (evidence.room < widest)
+        moved = (1 - pressed) * rise - fall
         moved = torch.minimum(torch.maximum(moved, math.log(self.start) - log_rho), gap.highest(numbers) - log_rho)
-        room = (evidence.room + self.widening * share * rise - fall).clamp(0, widest)
+        room = (evidence.room + self.widening * pressed * rise - fall).clamp(0, widest)
         known = torch.isfinite(moved)  # else there is nothing to decide by yet
         moved, room = torch.where(known, moved, 0.0), torch.where(known, room, evidence.room)
-        gap.spend(numbers, torch.where(known & (rise > fall), rises, 0.0))
+        gap.spend(numbers, torch.where(known & (rise > fall), share, 0.0))
         decided = torch.cat([room[None], numbers])
         evidence.decided.copy_(decided if due is None else torch.where(due, decided, evidence.decided))
         return moved
+
+    def _wishes(self, gap: Gap, numbers: Tensor, cosine: Tensor, model: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """The share of the evidence that speaks for a rise; by how much log ρ would rise, and fall."""
+        low, high = gap.bounds(numbers, model)
+        closes, opens, full = gap.thresholds(cosine)
+        free, none = self.aligned
+        opposed = (cosine / self.opposed).clamp(0, 1)
+        rises = ((low - opens) / (full - opens)).clamp(0, 1) * ((none - cosine) / (none - free)).clamp(0, 1)
+        falls = (gap.steepness * (closes - high)).clamp(0, gap.fall)
+        return rises, gap.pace * rises * (1 - opposed), torch.maximum(falls, self.retreat * opposed)
 
     def limit(self, opt: TwoPassOptimizer) -> float | Tensor:
         """What ‖ρ∇T‖/‖∇L‖ is cut off at in this step."""
@@ -204,12 +208,16 @@ def look_at_held_out_data(opt: TwoPassOptimizer, step: Step, around: Surrounding
 
 def _tell_what_is_missing(steps_per_epoch: int | None, count: int) -> None:
     """Once, to somebody who trains with rho="auto" and has not said what it may learn of."""
-    if steps_per_epoch is None and count == PATIENCE:
-        warnings.warn(
-            f"rho = 'auto' has stayed at 0 for {PATIENCE} steps, which are the base optimizer's own: say how long an "
-            "epoch is by steps_per_epoch=len(loader), or pass held_out=, or a number for rho",
-            stacklevel=2,
-        )
+    if count != PATIENCE:
+        return
+    so = "say how long an epoch is by steps_per_epoch=len(loader), or pass"
+    if steps_per_epoch is not None:
+        so = f"an epoch of {steps_per_epoch} steps is too short to learn from (at least {SHORTEST}); pass"
+    warnings.warn(
+        f"rho = 'auto' has stayed at 0 for {PATIENCE} steps, which are the base optimizer's own: {so} held_out=, or a "
+        "number for rho",
+        stacklevel=2,
+    )
 
 
 class Evidence:
