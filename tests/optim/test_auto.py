@@ -379,6 +379,38 @@ def test_where_the_limit_holds_the_penalty_back_it_rises_instead_of_rho(rho, dro
     assert opt.stats.penalty_ratio == pytest.approx(limit, rel=1e-9)
 
 
+def test_at_its_widest_the_limit_stays_and_rho_rises():
+    """In closed form: cut off at ten times ‖∇L‖, with a gap."""
+    w = nn.Parameter(torch.ones(2).double())
+    opt = SGDTracer([w], lr=0.0, delta=1.0, f0=0.0, beta=0.0, steps_per_epoch=10)
+    opt.controller = replace(opt.controller, wait=10**6)
+    group = opt.param_groups[0]
+    for i, loss in enumerate(sawtooth(0.0, 0.3, epochs=2)):
+        if i == 5:
+            opt.state[w]["rho_evidence"][4] = math.log(5)
+        group["rho"] = 100.0
+        group["rho_log"] = math.log(1e-3)
+        opt.step(lambda loss=loss: loss + (w[0] ** 2 - w[1] ** 2) / 2)
+    assert opt.stats.penalty_ratio == pytest.approx(10, rel=1e-9)
+    assert opt.controller.limit(opt).item() == pytest.approx(10, rel=1e-9)
+    assert group["rho_log"] == pytest.approx(math.log(1e-3) + 1.6 * rising(0.15, 0), rel=1e-5)
+
+
+@pytest.mark.parametrize(("amplitude", "unknown"), [(0.02, 0.0), (0.17, 0.5), (0.5, 1.0)])
+def test_where_the_gap_is_hardly_known_rho_stops_sooner(amplitude, unknown):
+    """In closed form: scatter of this size around the line of each epoch, as above."""
+    x = np.arange(8.0)
+    scatter = (-1.0) ** x
+    scatter -= np.polyval(np.polyfit(x, scatter, 1), x)
+    scatter *= amplitude
+    losses = np.array(sawtooth(0.0, 0.6, level=4.0, epochs=2)) + np.tile(np.r_[0, 0, scatter], 2)
+    error = math.sqrt((scatter**2).sum() / 6 / 0.42)
+    share = min(1, max(0, (error / 4 - 0.05) / 0.05))
+    assert share == pytest.approx(unknown, abs=0.1)
+    expected = math.log(3e-2) - math.log(3) * share
+    assert followed(losses.tolist(), 3e-2, steps_per_epoch=10) == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:rho = 'auto' learns of the loss")
 @pytest.mark.parametrize("seen", [4, 3])
 def test_an_epoch_of_which_little_was_seen(seen):
